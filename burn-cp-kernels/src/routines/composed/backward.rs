@@ -1,0 +1,192 @@
+//! The backward pass, with the gradients of Dao et al., 2022 (arXiv:2205.14135, appendix B):
+//! `p = exp(score - lse)`, `dv = pᵀ dout`, `ds = p (dout vᵀ - delta)`, `dq = scale ds k`,
+//! `dk = scale dsᵀ q` with `delta = rowsum(dout · out)`.
+//!
+//! No normaliser is recomputed, so `out` and `lse` may be merged ones. Sums over blocks and over
+//! segments that share keys run in a fixed order.
+
+use std::ops::Range;
+
+use burn::tensor::{FloatDType, Tensor, TensorMetadata, backend::Backend, ops::FloatTensor};
+
+use super::{
+    block_rows, compute_dtype, load,
+    mask::{Masks, Meeting},
+    pieces::{KeyCuts, Pieces},
+    scaled_transpose, store, walk,
+};
+use crate::{
+    definition::{
+        AttentionBackwardInput, AttentionGradients, AttentionOptions, AttentionProblem, Segment,
+        Segments,
+    },
+    routines::check_backward,
+};
+
+/// See [`AttentionBackend::attention_backward`](crate::AttentionBackend::attention_backward).
+pub(crate) fn backward<B: Backend>(
+    input: AttentionBackwardInput<FloatTensor<B>>,
+    segments: &Segments,
+    options: &AttentionOptions,
+) -> AttentionGradients<FloatTensor<B>> {
+    let problem =
+        check_backward::<B>(&input, segments, options).unwrap_or_else(|error| panic!("{error}"));
+    let out_dtype = FloatDType::from(input.q.dtype());
+    let dtype = compute_dtype(input.q.dtype());
+    let q: Tensor<B, 4> = load(input.q, dtype);
+    let scale = options.scale_for(problem.head_dim);
+    let (mut dq, mut dk, mut dv) = (Pieces::new(), Pieces::new(), Pieces::new());
+
+    if segments
+        .iter()
+        .any(|segment| segment.num_blind_queries() < segment.num_q())
+    {
+        let out: Tensor<B, 4> = load(input.out, dtype);
+        let dout: Tensor<B, 4> = load(input.dout, dtype);
+        let lse: Tensor<B, 3> = load(input.lse, dtype);
+        let cuts = KeyCuts::new(segments);
+        let mut pass = Backward {
+            masks: Masks::new(segments, &q.device()),
+            k_scaled: scaled_transpose(load(input.k, dtype), scale),
+            v: load(input.v, dtype),
+            delta: (dout.clone() * out).sum_dim(3),
+            lse: lse.unsqueeze_dim(3),
+            dout,
+            q: q.clone(),
+            problem,
+        };
+        for segment in segments {
+            let mut blocks = pass.blocks(segment);
+            for tile in walk::tiles(segment, walk::all_keys(segment)) {
+                let (tile_dk, tile_dv) = pass.tile(segment, &tile, &mut blocks);
+                let keys = segment.k.start + tile.start..segment.k.start + tile.end;
+                for part in cuts.parts(segment.k_row, keys.clone()) {
+                    let within = part.start - keys.start..part.end - keys.start;
+                    dk.add(segment.k_row, part.start, tokens(&tile_dk, within.clone()));
+                    dv.add(segment.k_row, part.start, tokens(&tile_dv, within));
+                }
+            }
+            for block in blocks {
+                let start = segment.q.start + block.rows.start;
+                let [_, _, _, head_dim] = block.q.dims();
+                let rows = [1, problem.num_heads, block.rows.len(), head_dim];
+                let sum = block.dq.expect("a block sees a key of some tile");
+                dq.add(segment.q_row, start, sum.reshape(rows));
+            }
+        }
+    }
+    AttentionGradients::new(
+        store(dq.assemble(problem.q_shape(), 0.0, &q), out_dtype),
+        store(dk.assemble(problem.k_shape(), 0.0, &q) * scale, out_dtype),
+        store(dv.assemble(problem.v_shape(), 0.0, &q), out_dtype),
+    )
+}
+
+struct Backward<B: Backend> {
+    /// `[q_batch, num_heads, q_tokens, head_dim]`
+    q: Tensor<B, 4>,
+    /// `[k_batch, num_kv_heads, head_dim, k_tokens]`
+    k_scaled: Tensor<B, 4>,
+    /// `[k_batch, num_kv_heads, k_tokens, v_head_dim]`
+    v: Tensor<B, 4>,
+    /// `[q_batch, num_heads, q_tokens, v_head_dim]`
+    dout: Tensor<B, 4>,
+    /// `[q_batch, num_heads, q_tokens, 1]`
+    lse: Tensor<B, 4>,
+    /// `[q_batch, num_heads, q_tokens, 1]`
+    delta: Tensor<B, 4>,
+    masks: Masks<B>,
+    problem: AttentionProblem,
+}
+
+/// A block of queries with what belongs to its rows, `[1, num_kv_heads, group * rows, ..]`.
+struct Block<B: Backend> {
+    /// Counted within the segment.
+    rows: Range<usize>,
+    /// Keys that it sees, counted within the segment.
+    keys: Range<usize>,
+    q: Tensor<B, 4>,
+    dout: Tensor<B, 4>,
+    lse: Tensor<B, 4>,
+    delta: Tensor<B, 4>,
+    dq: Option<Tensor<B, 4>>,
+}
+
+impl<B: Backend> Backward<B> {
+    fn blocks(&self, segment: &Segment) -> Vec<Block<B>> {
+        walk::blocks(segment)
+            .map(|rows| {
+                let tokens = segment.q.start + rows.start..segment.q.start + rows.end;
+                let take = |tensor: &Tensor<B, 4>| {
+                    block_rows(tensor, &self.problem, segment.q_row, tokens.clone())
+                };
+                Block {
+                    keys: walk::keys(segment, &rows),
+                    q: take(&self.q),
+                    dout: take(&self.dout),
+                    lse: take(&self.lse),
+                    delta: take(&self.delta),
+                    rows,
+                    dq: None,
+                }
+            })
+            .collect()
+    }
+
+    /// One tile of keys against every block that sees some of it: `dk` (yet without the scale) and
+    /// `dv` of the tile. Adds to the `dq` of the blocks.
+    fn tile(
+        &mut self,
+        segment: &Segment,
+        tile: &Range<usize>,
+        blocks: &mut [Block<B>],
+    ) -> (Tensor<B, 4>, Tensor<B, 4>) {
+        let (row, heads) = (segment.k_row, self.problem.num_kv_heads);
+        let keys = segment.k.start + tile.start..segment.k.start + tile.end;
+        let dim = self.problem.head_dim;
+        let k = self
+            .k_scaled
+            .clone()
+            .slice([row..row + 1, 0..heads, 0..dim, keys.clone()]);
+        let v = self
+            .v
+            .clone()
+            .slice([row..row + 1, 0..heads, keys, 0..self.problem.v_head_dim])
+            .swap_dims(2, 3);
+        let (mut dk, mut dv) = (None, None);
+        let seeing = blocks
+            .iter_mut()
+            .filter(|block| block.keys.start < tile.end && tile.start < block.keys.end);
+        for block in seeing {
+            let scores = block.q.clone().matmul(k.clone());
+            let meeting = Meeting::new(segment, &block.rows, tile);
+            let scores = self.masks.apply(scores, &meeting);
+            let p = (scores - block.lse.clone()).exp();
+            let dp = block.dout.clone().matmul(v.clone());
+            let ds = (dp - block.delta.clone()) * p.clone();
+            add(&mut dv, p.swap_dims(2, 3).matmul(block.dout.clone()));
+            add(&mut block.dq, ds.clone().matmul(k.clone().swap_dims(2, 3)));
+            add(&mut dk, ds.swap_dims(2, 3).matmul(block.q.clone()));
+        }
+        (
+            dk.expect("a tile is seen by some block"),
+            dv.expect("a tile is seen by some block"),
+        )
+    }
+}
+
+fn add<B: Backend>(sum: &mut Option<Tensor<B, 4>>, term: Tensor<B, 4>) {
+    *sum = Some(match sum.take() {
+        Some(earlier) => earlier + term,
+        None => term,
+    });
+}
+
+/// A run of tokens of a tensor `[1, heads, tokens, dim]`.
+fn tokens<B: Backend>(tensor: &Tensor<B, 4>, range: Range<usize>) -> Tensor<B, 4> {
+    let [_, heads, len, dim] = tensor.dims();
+    if range == (0..len) {
+        return tensor.clone();
+    }
+    tensor.clone().slice([0..1, 0..heads, range, 0..dim])
+}

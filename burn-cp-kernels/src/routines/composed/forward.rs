@@ -1,0 +1,171 @@
+//! The forward pass.
+
+use std::ops::Range;
+
+use burn::tensor::{FloatDType, Tensor, TensorMetadata, backend::Backend, ops::FloatTensor};
+
+use super::{
+    block_rows, compute_dtype, load, lowest,
+    mask::{Masks, Meeting},
+    pieces::Pieces,
+    scaled_transpose, store, tiniest, walk,
+};
+use crate::{
+    definition::{AttentionOptions, AttentionOutput, AttentionProblem, Segment, Segments},
+    routines::check_inputs,
+};
+
+/// See [`AttentionBackend::attention_forward`](crate::AttentionBackend::attention_forward).
+pub(crate) fn forward<B: Backend>(
+    q: FloatTensor<B>,
+    k: FloatTensor<B>,
+    v: FloatTensor<B>,
+    segments: &Segments,
+    options: &AttentionOptions,
+) -> AttentionOutput<FloatTensor<B>> {
+    let problem =
+        check_inputs::<B>(&q, &k, &v, segments, options).unwrap_or_else(|error| panic!("{error}"));
+    let out_dtype = FloatDType::from(q.dtype());
+    let dtype = compute_dtype(q.dtype());
+    let q: Tensor<B, 4> = load(q, dtype);
+    if segments
+        .iter()
+        .all(|segment| segment.num_blind_queries() == segment.num_q())
+    {
+        let options = (&q.device(), q.dtype());
+        return AttentionOutput::new(
+            store(
+                Tensor::<B, 4>::zeros(problem.out_shape(), options),
+                out_dtype,
+            ),
+            store(
+                Tensor::<B, 3>::full(problem.lse_shape(), f64::NEG_INFINITY, options),
+                dtype,
+            ),
+        );
+    }
+
+    let k_scaled = scaled_transpose(load(k, dtype), options.scale_for(problem.head_dim));
+    let mut pass = Forward {
+        masks: Masks::new(segments, &q.device()),
+        v_one: append_ones(load(v, dtype)),
+        q,
+        k_scaled,
+        problem,
+        dtype,
+    };
+    let (mut sums, mut maxima) = (Pieces::new(), Pieces::new());
+    for segment in segments {
+        for block in walk::blocks(segment) {
+            let start = segment.q.start + block.start;
+            let (sum, max) = pass.block(segment, block);
+            sums.add(segment.q_row, start, sum);
+            maxima.add(segment.q_row, start, max);
+        }
+    }
+    let (out, lse) = pass.normalise(sums, maxima);
+    AttentionOutput::new(store(out, out_dtype), store(lse, dtype))
+}
+
+struct Forward<B: Backend> {
+    /// `[q_batch, num_heads, q_tokens, head_dim]`
+    q: Tensor<B, 4>,
+    /// `[k_batch, num_kv_heads, head_dim, k_tokens]`
+    k_scaled: Tensor<B, 4>,
+    /// `[k_batch, num_kv_heads, k_tokens, v_head_dim + 1]`, the last column all ones.
+    v_one: Tensor<B, 4>,
+    masks: Masks<B>,
+    problem: AttentionProblem,
+    dtype: FloatDType,
+}
+
+impl<B: Backend> Forward<B> {
+    /// One block of queries against all the keys it sees: the sums of `exp(score - max) · v` and,
+    /// in the last column, of `exp(score - max)`, `[1, num_heads, rows, v_head_dim + 1]`; and the
+    /// maxima, `[1, num_heads, rows, 1]`.
+    fn block(&mut self, segment: &Segment, block: Range<usize>) -> (Tensor<B, 4>, Tensor<B, 4>) {
+        let tokens = segment.q.start + block.start..segment.q.start + block.end;
+        let mut q = block_rows(&self.q, &self.problem, segment.q_row, tokens);
+        let [_, num_kv_heads, rows, head_dim] = q.dims();
+        if rows == 1 {
+            // Flex multiplies a single row by another kernel, which adds in another order.
+            q = q.expand([1, num_kv_heads, 2, head_dim]);
+        }
+        let mut state = None;
+        for tile in walk::tiles(segment, walk::keys(segment, &block)) {
+            let meeting = Meeting::new(segment, &block, &tile);
+            state = Some(self.tile(state, q.clone(), segment, tile, &meeting));
+        }
+        let (sum, max) = state.expect("a block has a key, so it has a tile");
+        let unfold = |tensor: Tensor<B, 4>| {
+            let dim = tensor.dims()[3];
+            let tensor = match rows {
+                1 => tensor.slice([0..1, 0..num_kv_heads, 0..1, 0..dim]),
+                _ => tensor,
+            };
+            tensor.reshape([1, self.problem.num_heads, block.len(), dim])
+        };
+        (unfold(sum), unfold(max))
+    }
+
+    /// One step of the online softmax.
+    fn tile(
+        &mut self,
+        state: Option<(Tensor<B, 4>, Tensor<B, 4>)>,
+        q: Tensor<B, 4>,
+        segment: &Segment,
+        tile: Range<usize>,
+        meeting: &Meeting,
+    ) -> (Tensor<B, 4>, Tensor<B, 4>) {
+        let (row, heads) = (segment.k_row, self.problem.num_kv_heads);
+        let keys = segment.k.start + tile.start..segment.k.start + tile.end;
+        let k = self.k_scaled.clone().slice([
+            row..row + 1,
+            0..heads,
+            0..self.problem.head_dim,
+            keys.clone(),
+        ]);
+        let v = self.v_one.clone().slice([
+            row..row + 1,
+            0..heads,
+            keys,
+            0..self.problem.v_head_dim + 1,
+        ]);
+        let scores = self.masks.apply(q.matmul(k), meeting);
+        let mut max = scores.clone().max_dim(3);
+        if meeting.leaves_rows_behind() {
+            // Rows that see nothing here need a finite maximum: `-inf - -inf` is NaN. What they
+            // add is 0, and the next tile that they do see sets their maximum.
+            max = max.clamp_min(lowest(self.dtype));
+        }
+        match state {
+            None => (((scores - max.clone()).exp()).matmul(v), max),
+            Some((sum, earlier)) => {
+                let max = earlier.clone().max_pair(max);
+                let shrink = (earlier - max.clone()).exp();
+                let new = ((scores - max.clone()).exp()).matmul(v);
+                (sum * shrink + new, max)
+            }
+        }
+    }
+
+    /// Divides the sums by the normaliser, for all blocks at once.
+    fn normalise(&self, sums: Pieces<B>, maxima: Pieces<B>) -> (Tensor<B, 4>, Tensor<B, 3>) {
+        let [batch, heads, tokens, dim] = self.problem.out_shape();
+        let sums = sums.assemble([batch, heads, tokens, dim + 1], 0.0, &self.q);
+        let maxima = maxima.assemble([batch, heads, tokens, 1], f64::NEG_INFINITY, &self.q);
+        let part = |dims: Range<usize>| sums.clone().slice([0..batch, 0..heads, 0..tokens, dims]);
+        // A row with a key has a normaliser of about 1 or more; the others have 0 and get 0 / tiny
+        // and -inf + log(tiny).
+        let normaliser = part(dim..dim + 1).clamp_min(tiniest(self.dtype));
+        let lse = (maxima + normaliser.clone().log()).reshape([batch, heads, tokens]);
+        (part(0..dim) / normaliser, lse)
+    }
+}
+
+/// Appends a column of ones along the last dim.
+fn append_ones<B: Backend>(v: Tensor<B, 4>) -> Tensor<B, 4> {
+    let [batch, heads, tokens, _] = v.dims();
+    let ones = Tensor::ones([batch, heads, tokens, 1], (&v.device(), v.dtype()));
+    Tensor::cat(vec![v, ones], 3)
+}

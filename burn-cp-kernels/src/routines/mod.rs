@@ -1,0 +1,9 @@
+//! Ways to compute attention, and the check of a call's tensors that all of them share.
+//!
+//! `composed` is written in Burn's tensor operations and runs on every backend without autodiff.
+//! Which backend uses which routine is said in `backends`.
+
+mod check;
+pub(crate) mod composed;
+
+pub(crate) use check::{check_backward, check_inputs};

@@ -1,0 +1,74 @@
+//! Attention over sequences that are sharded over ranks.
+//!
+//! Attention is one operation of the autodiff graph: keys and values travel as the plan says, the varlen kernel runs on this
+//! rank's queries, and the backward pass exchanges again instead of keeping what others sent. There is one driver per exchange
+//! strategy, and each serves every layout. This room knows plans, groups and kernels; it does not know batches or models.
+
+mod call;
+mod driver;
+mod prepared;
+
+use burn::tensor::ops::FloatTensor;
+use burn_cp_kernels::{AttentionBackend, VarlenAttentionBackend};
+use serde::{Deserialize, Serialize};
+
+pub use call::AttentionCall;
+pub use driver::{AttentionState, attend, attend_with_lse, attend_with_state, attention_gradients};
+pub use prepared::{PrepareError, PreparedAttention};
+
+use crate::{collectives::CollectiveBackend, plan::MaskKind};
+
+/// A backend that runs context-parallel attention: Flex, NdArray, and `Autodiff` over either.
+pub trait ContextParallelBackend: CollectiveBackend + VarlenAttentionBackend {
+    /// Attention of this rank's queries: `q [batch, num_heads, local_tokens, head_dim]`, `k` and `v`
+    /// `[batch, num_kv_heads, local_tokens, head_dim]` -> `[batch, num_heads, local_tokens, v_head_dim]`.
+    ///
+    /// Every rank of the call's group must call it. Differentiable on autodiff backends: one operation, whose backward pass
+    /// runs the adjoint of the exchange.
+    fn context_attention(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        v: FloatTensor<Self>,
+        call: &AttentionCall,
+    ) -> FloatTensor<Self>;
+}
+
+/// A backend below autodiff that has the kernels and can exchange.
+pub trait InnerAttention: AttentionBackend + CollectiveBackend {}
+
+impl<B: AttentionBackend + CollectiveBackend> InnerAttention for B {}
+
+/// What a model asks of attention.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct AttentionOptions {
+    /// Which tokens of its document a token sees.
+    pub mask: MaskKind,
+    /// Factor of the scores; `1/sqrt(head_dim)` where none is given.
+    #[serde(default)]
+    pub scale: Option<f64>,
+}
+
+impl AttentionOptions {
+    /// Each token sees itself and the earlier tokens of its document.
+    pub fn causal() -> Self {
+        Self { mask: MaskKind::CAUSAL, scale: None }
+    }
+
+    /// Each token sees its whole document.
+    pub fn full() -> Self {
+        Self { mask: MaskKind::Full, scale: None }
+    }
+
+    /// Causal with a window: each token sees itself and the `window` tokens before it.
+    #[must_use]
+    pub fn with_window(self, window: usize) -> Self {
+        Self { mask: MaskKind::Causal { window: Some(window) }, ..self }
+    }
+
+    /// Scores are multiplied by `scale`.
+    #[must_use]
+    pub fn with_scale(self, scale: f64) -> Self {
+        Self { scale: Some(scale), ..self }
+    }
+}

@@ -1,0 +1,261 @@
+//! Gradients for collectives and attention, over any backend that has them.
+//!
+//! Burn runs backward steps by depth of the graph. Ranks whose graphs differ in depth could swap two independent adjoints,
+//! so each operation here takes the previous one of its [`ProgramOrder`] as a further parent, to which it contributes a
+//! gradient of zero: an ancestor's step runs after its descendants' on every rank. All operations are declared compute-bound,
+//! so that gradient checkpointing never runs a collective again.
+
+use std::{any::Any, sync::Arc};
+
+use burn::{
+    backend::{
+        Autodiff,
+        autodiff::{
+            checkpoint::{base::Checkpointer, strategy::CheckpointStrategy},
+            grads::Gradients,
+            ops::{Backward, Ops, OpsKind},
+        },
+    },
+    tensor::{DType, Shape, TensorMetadata, backend::Backend, ops::FloatTensor},
+};
+
+use crate::{
+    attention::{AttentionCall, AttentionState, ContextParallelBackend, InnerAttention, attend_with_state, attention_gradients},
+    collectives::{Call, Collective, CollectiveBackend, Payload},
+    comm::{ProcessGroup, ProgramOrder},
+};
+
+/// What a [`ProgramOrder`] holds for an autodiff backend: the latest operation's output, as a parent for the next one.
+struct Latest<B: Backend, C: CheckpointStrategy> {
+    /// Starts over when a backward pass has consumed the chain.
+    generation: u64,
+    link: Option<Link<B, C>>,
+}
+
+struct Link<B: Backend, C: CheckpointStrategy> {
+    /// The output's graph node, with a placeholder for its values and a reference count of its own, so that the chain alone
+    /// keeps neither memory nor graph alive.
+    tensor: FloatTensor<Autodiff<B, C>>,
+    alive: std::sync::Weak<burn::backend::autodiff::NodeId>,
+    like: Like,
+}
+
+/// Shape and dtype of a gradient of zeros.
+#[derive(Debug, Clone)]
+struct Like {
+    shape: Shape,
+    dtype: DType,
+}
+
+impl Like {
+    fn zeros<B: Backend>(&self, device: &B::Device) -> FloatTensor<B> {
+        B::float_zeros(self.shape.clone(), device, self.dtype.into())
+    }
+}
+
+fn latest<B: Backend, C: CheckpointStrategy>(slot: &mut Option<Box<dyn Any + Send>>) -> &mut Latest<B, C> {
+    // Another backend type in the same order starts a chain of its own.
+    if slot.as_ref().is_none_or(|latest| !latest.is::<Latest<B, C>>()) {
+        *slot = Some(Box::new(Latest::<B, C> { generation: 0, link: None }));
+    }
+    slot.as_mut().and_then(|latest| latest.downcast_mut()).expect("just made of this type")
+}
+
+/// The place of an operation in its program order, kept by its backward step.
+#[derive(Debug, Clone)]
+struct Place {
+    order: ProgramOrder,
+    generation: u64,
+    previous: Option<Like>,
+}
+
+/// The previous operation's node where its graph can still be walked, and this operation's place. A group of one has no order.
+fn enter<B: Backend, C: CheckpointStrategy>(group: &ProcessGroup) -> (Option<FloatTensor<Autodiff<B, C>>>, Place) {
+    let order = group.order();
+    order.with(|slot| {
+        let latest = latest::<B, C>(slot);
+        let link = latest.link.as_ref().filter(|link| group.size() > 1 && link.alive.strong_count() > 0);
+        let place = Place {
+            order: order.clone(),
+            generation: latest.generation,
+            previous: link.map(|link| link.like.clone()),
+        };
+        (link.map(|link| link.tensor.clone()), place)
+    })
+}
+
+fn leave<B: Backend, C: CheckpointStrategy>(group: &ProcessGroup, output: &FloatTensor<Autodiff<B, C>>) {
+    if group.size() == 1 {
+        return;
+    }
+    let mut tensor = output.clone();
+    let like = Like { shape: output.shape(), dtype: output.dtype() };
+    let alive = Arc::downgrade(&tensor.rc);
+    let device = B::float_device(&tensor.primitive);
+    tensor.rc = Arc::new(tensor.node.id);
+    tensor.primitive = B::float_zeros(Shape::new([1]), &device, tensor.primitive.dtype().into());
+    group.order().with(|slot| latest::<B, C>(slot).link = Some(Link { tensor, alive, like }));
+}
+
+impl Place {
+    /// A backward pass walks this chain: what comes next starts a new one.
+    fn consume<B: Backend, C: CheckpointStrategy>(&self) {
+        self.order.with(|slot| {
+            let latest = latest::<B, C>(slot);
+            if latest.generation == self.generation {
+                latest.generation += 1;
+                latest.link = None;
+            }
+        });
+    }
+}
+
+#[derive(Debug)]
+struct CollectiveStep<C> {
+    strategy: std::marker::PhantomData<fn() -> C>,
+}
+
+#[derive(Debug, Clone)]
+struct CollectiveState {
+    op: Collective,
+    group: ProcessGroup,
+    call: Call,
+    place: Place,
+}
+
+impl<B: CollectiveBackend, C: CheckpointStrategy> Backward<B, 2> for CollectiveStep<C> {
+    type State = CollectiveState;
+
+    fn backward(self, ops: Ops<Self::State, 2>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
+        let CollectiveState { op, group, call, place } = ops.state;
+        place.consume::<B, C>();
+        let grad = grads.consume::<B>(&ops.node);
+        let device = B::float_device(&grad);
+        let adjoint = Call::adjoint(&group, call.label, call.number);
+        let Payload::Float(grad) = B::collective(Payload::Float(grad), &op.adjoint(), &group, adjoint) else {
+            unreachable!("a collective returns the kind that it was given");
+        };
+        let [input, previous] = ops.parents;
+        if let Some(node) = input {
+            grads.register::<B>(node.id, grad);
+        }
+        if let (Some(node), Some(like)) = (previous, place.previous) {
+            grads.register::<B>(node.id, like.zeros::<B>(&device));
+        }
+    }
+}
+
+impl<B: CollectiveBackend, C: CheckpointStrategy> CollectiveBackend for Autodiff<B, C> {
+    fn collective(payload: Payload<Self>, op: &Collective, group: &ProcessGroup, call: Call) -> Payload<Self> {
+        match payload {
+            Payload::Float(tensor) => Payload::Float(collective_with_gradient::<B, C>(tensor, op, group, call)),
+            Payload::Int(tensor) => match B::collective(Payload::Int(tensor), op, group, call) {
+                Payload::Int(tensor) => Payload::Int(tensor),
+                _ => unreachable!("a collective returns the kind that it was given"),
+            },
+            Payload::Bool(tensor) => match B::collective(Payload::Bool(tensor), op, group, call) {
+                Payload::Bool(tensor) => Payload::Bool(tensor),
+                _ => unreachable!("a collective returns the kind that it was given"),
+            },
+        }
+    }
+
+    fn leaf_id(tensor: &FloatTensor<Self>) -> Option<u64> {
+        tensor.is_tracked().then_some(tensor.node.id.value)
+    }
+}
+
+fn collective_with_gradient<B: CollectiveBackend, C: CheckpointStrategy>(
+    tensor: FloatTensor<Autodiff<B, C>>,
+    op: &Collective,
+    group: &ProcessGroup,
+    call: Call,
+) -> FloatTensor<Autodiff<B, C>> {
+    let call = Call { tracked: tensor.is_tracked(), ..call };
+    let Payload::Float(output) = B::collective(Payload::Float(tensor.primitive.clone()), op, group, call) else {
+        unreachable!("a collective returns the kind that it was given");
+    };
+    if !call.tracked {
+        return <Autodiff<B, C> as burn::tensor::backend::AutodiffBackend>::from_inner(output);
+    }
+    let (previous, place) = enter::<B, C>(group);
+    // An operation without a predecessor names its input twice: the second parent then receives nothing.
+    let previous = previous.unwrap_or_else(|| tensor.clone());
+    let step = CollectiveStep::<C> { strategy: std::marker::PhantomData };
+    let nodes = [tensor.node.clone(), previous.node.clone()];
+    let output = match Backward::<B, 2>::prepare::<C>(step, nodes).compute_bound().stateful() {
+        OpsKind::Tracked(prep) => {
+            let state = CollectiveState { op: op.clone(), group: group.clone(), call, place };
+            prep.finish(state, output)
+        }
+        OpsKind::UnTracked(prep) => prep.finish(output),
+    };
+    leave::<B, C>(group, &output);
+    output
+}
+
+#[derive(Debug)]
+struct AttentionStep<C> {
+    strategy: std::marker::PhantomData<fn() -> C>,
+}
+
+#[derive(Debug, Clone)]
+struct AttentionStepState<B: Backend> {
+    saved: AttentionState<B>,
+    call: AttentionCall,
+    place: Place,
+}
+
+impl<B: InnerAttention, C: CheckpointStrategy> Backward<B, 4> for AttentionStep<C> {
+    type State = AttentionStepState<B>;
+
+    fn backward(self, ops: Ops<Self::State, 4>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
+        let AttentionStepState { saved, call, place } = ops.state;
+        place.consume::<B, C>();
+        let dout = grads.consume::<B>(&ops.node);
+        let device = B::float_device(&dout);
+        // Runs on every rank, also where a parent is not tracked: the others wait for its part.
+        let gradients = attention_gradients::<B>(saved, dout, &call);
+        let [q, k, v, previous] = ops.parents;
+        for (node, grad) in [(q, gradients.dq), (k, gradients.dk), (v, gradients.dv)] {
+            if let Some(node) = node {
+                grads.register::<B>(node.id, grad);
+            }
+        }
+        if let (Some(node), Some(like)) = (previous, place.previous) {
+            grads.register::<B>(node.id, like.zeros::<B>(&device));
+        }
+    }
+}
+
+impl<B: InnerAttention, C: CheckpointStrategy> ContextParallelBackend for Autodiff<B, C> {
+    fn context_attention(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        v: FloatTensor<Self>,
+        call: &AttentionCall,
+    ) -> FloatTensor<Self> {
+        let tracked = [&q, &k, &v].iter().any(|tensor| tensor.is_tracked());
+        let call = call.tracked(tracked);
+        let (output, saved) =
+            attend_with_state::<B>(q.primitive.clone(), k.primitive.clone(), v.primitive.clone(), &call);
+        if !tracked {
+            return <Self as burn::tensor::backend::AutodiffBackend>::from_inner(output);
+        }
+        // Attention that moves nothing runs no adjoint between ranks, so its place does not matter.
+        let solo = ProcessGroup::solo();
+        let group = if call.communicates() { call.group() } else { &solo };
+        let (previous, place) = enter::<B, C>(group);
+        let previous = previous.unwrap_or_else(|| q.clone());
+        let step = AttentionStep::<C> { strategy: std::marker::PhantomData };
+        let nodes = [q.node.clone(), k.node.clone(), v.node.clone(), previous.node.clone()];
+        let output = match Backward::<B, 4>::prepare::<C>(step, nodes).compute_bound().stateful() {
+            OpsKind::Tracked(prep) => {
+                prep.finish(AttentionStepState { saved, call: call.clone(), place }, output)
+            }
+            OpsKind::UnTracked(prep) => prep.finish(output),
+        };
+        leave::<B, C>(group, &output);
+        output
+    }
+}

@@ -1,0 +1,163 @@
+//! Token-aligned tensors, and how they are padded and cut.
+
+use std::ops::Range;
+
+use burn::tensor::{
+    DType, Scalar, Tensor, TensorData, backend::Backend,
+};
+use serde::{Deserialize, Serialize};
+
+use super::BatchError;
+use crate::collectives::Payload;
+
+/// A further token-aligned tensor of a batch.
+#[derive(Debug, Clone)]
+pub struct Stream<B: Backend>(pub(crate) Payload<B>);
+
+impl<B: Backend> Stream<B> {
+    /// A stream of any kind of element and any number of dims.
+    pub fn new<const D: usize, K: crate::collectives::CollectiveElement<B>>(tensor: Tensor<B, D, K>) -> Self {
+        Self(K::into_payload(tensor))
+    }
+}
+
+/// What stands in the tokens that a layout adds behind a sequence.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum PadRule {
+    /// This value; in bool streams anything but 0 is true.
+    Value(f64),
+}
+
+/// A stream that batches may carry: its name, where its tokens run, and how it is padded.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct StreamDeclaration {
+    /// Name under which batches carry it and models read it.
+    pub name: String,
+    /// Dim along which its tokens run.
+    pub dim: usize,
+    /// What stands in added tokens.
+    pub pad: PadRule,
+}
+
+/// Integers on the host, widened to 64 bits.
+#[derive(Debug, Clone)]
+pub(crate) struct HostInts {
+    pub(crate) values: Vec<i64>,
+    pub(crate) shape: Vec<usize>,
+}
+
+impl HostInts {
+    pub(crate) fn new(what: &str, data: &TensorData) -> Result<Self, BatchError> {
+        if !(data.dtype.is_int() || data.dtype.is_uint()) {
+            let got = format!("{:?}", data.dtype);
+            return Err(BatchError::Dtype { what: what.to_owned(), expected: "integer", got });
+        }
+        Ok(Self { values: data.iter::<i64>().collect(), shape: data.shape.to_vec() })
+    }
+
+    /// Rows along the last dim, each extended to `padded_len` by `pad(last value, how far behind the end)`.
+    pub(crate) fn padded(&self, padded_len: usize, pad: impl Fn(i64, usize) -> i64) -> Self {
+        let len = self.shape.last().copied().unwrap_or_default().max(1);
+        let mut values = Vec::with_capacity(self.values.len() / len * padded_len);
+        for row in self.values.chunks_exact(len) {
+            values.extend_from_slice(row);
+            let last = row[len - 1];
+            values.extend((0..padded_len - len).map(|i| pad(last, i)));
+        }
+        let mut shape = self.shape.clone();
+        if let Some(last) = shape.last_mut() {
+            *last = padded_len;
+        }
+        Self { values, shape }
+    }
+
+    /// The tokens of `ranges` along the last dim, in their order.
+    pub(crate) fn select(&self, ranges: &[Range<usize>]) -> Self {
+        let len = self.shape.last().copied().unwrap_or_default().max(1);
+        let local: usize = ranges.iter().map(ExactSizeIterator::len).sum();
+        let mut values = Vec::with_capacity(self.values.len() / len * local);
+        for row in self.values.chunks_exact(len) {
+            for range in ranges {
+                values.extend_from_slice(&row[range.clone()]);
+            }
+        }
+        let mut shape = self.shape.clone();
+        if let Some(last) = shape.last_mut() {
+            *last = local;
+        }
+        Self { values, shape }
+    }
+
+    pub(crate) fn into_data(self) -> TensorData {
+        TensorData::new(self.values, self.shape)
+    }
+}
+
+/// Bools on the host, from bool or integer data, of shape `[batch, seq]`.
+pub(crate) fn host_bools(what: &str, data: &TensorData, size: [usize; 2]) -> Result<Vec<bool>, BatchError> {
+    if data.shape.to_vec() != size {
+        return Err(BatchError::Shape {
+            what: what.to_owned(),
+            expected: format!("{size:?} [batch, seq]"),
+            got: data.shape.to_vec(),
+        });
+    }
+    match data.dtype {
+        DType::Bool(_) => Ok(data.iter::<bool>().collect()),
+        dtype if dtype.is_int() || dtype.is_uint() => Ok(data.iter::<i64>().map(|value| value != 0).collect()),
+        other => {
+            Err(BatchError::Dtype { what: what.to_owned(), expected: "bool or integer", got: format!("{other:?}") })
+        }
+    }
+}
+
+/// The rows of `ranges` along `dim`, where rows past the tensor's end hold `fill`. Differentiable on autodiff backends.
+pub(crate) fn shard_payload<B: Backend>(
+    payload: &Payload<B>,
+    dim: usize,
+    ranges: &[Range<usize>],
+    fill: f64,
+) -> Payload<B> {
+    let len = payload.shape()[dim];
+    let mut parts = Vec::new();
+    for range in ranges {
+        let real = range.start.min(len)..range.end.min(len);
+        if !real.is_empty() {
+            parts.push(payload.rows(dim, &real));
+        }
+        if range.len() > real.len() {
+            parts.push(filled(payload, dim, range.len() - real.len(), fill));
+        }
+    }
+    Payload::concat(parts, dim, payload)
+}
+
+fn filled<B: Backend>(like: &Payload<B>, dim: usize, len: usize, fill: f64) -> Payload<B> {
+    let mut shape = like.shape();
+    shape[dim] = len;
+    match like {
+        Payload::Float(tensor) => Payload::Float(B::float_full(
+            shape,
+            Scalar::Float(fill),
+            &B::float_device(tensor),
+            like.dtype().into(),
+        )),
+        Payload::Int(tensor) => {
+            // Pad values of integer streams are small integers, exact in f64.
+            #[allow(clippy::cast_possible_truncation)]
+            let fill = Scalar::Int(fill as i64);
+            Payload::Int(B::int_full(shape, fill, &B::int_device(tensor), like.dtype().into()))
+        }
+        Payload::Bool(tensor) => {
+            let device = B::bool_device(tensor);
+            let dtype = like.dtype().into();
+            Payload::Bool(if fill == 0.0 {
+                B::bool_zeros(shape, &device, dtype)
+            } else {
+                B::bool_ones(shape, &device, dtype)
+            })
+        }
+    }
+}

@@ -1,0 +1,26 @@
+//! What a backend must do to take part in collectives.
+
+use burn::tensor::{backend::Backend, ops::FloatTensor};
+
+use super::{Call, Collective, Payload, run_on_threads};
+use crate::comm::ProcessGroup;
+
+/// A backend whose tensors can be exchanged between ranks.
+///
+/// Implemented for Flex and NdArray (features `flex`, `ndarray`) and for `Autodiff` over any such backend. The provided
+/// method serves every backend whose ranks are threads of one process.
+pub trait CollectiveBackend: Backend {
+    /// Runs a collective. Every rank of `group` must call it with the same `op`, up to what may differ between ranks.
+    ///
+    /// On an autodiff backend a tracked float payload is differentiable, and chained in the group's program order.
+    fn collective(payload: Payload<Self>, op: &Collective, group: &ProcessGroup, call: Call) -> Payload<Self> {
+        run_on_threads(payload, op, group, call)
+    }
+
+    /// Identity of an autodiff leaf within the process; `None` on backends without autodiff, and for untracked tensors.
+    ///
+    /// Two ranks whose parameters have the same identity would wait for each other's backward pass.
+    fn leaf_id(_tensor: &FloatTensor<Self>) -> Option<u64> {
+        None
+    }
+}

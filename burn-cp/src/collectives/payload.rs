@@ -1,0 +1,193 @@
+//! Tensors of any kind, as collectives move them.
+
+use std::ops::Range;
+
+use burn::tensor::{
+    BasicOps, Bool, DType, Float, FloatDType, Int, Shape, Slice, Tensor, TensorMetadata, TensorPrimitive,
+    backend::Backend,
+    ops::{BoolTensor, FloatTensor, IntTensor},
+};
+
+/// The primitive of a tensor of any kind.
+#[derive(Debug, Clone)]
+pub enum Payload<B: Backend> {
+    /// Floats: differentiable on autodiff backends.
+    Float(FloatTensor<B>),
+    /// Integers.
+    Int(IntTensor<B>),
+    /// Booleans.
+    Bool(BoolTensor<B>),
+}
+
+/// Kinds of tensors that collectives move.
+pub trait CollectiveElement<B: Backend>: BasicOps<B> {
+    /// Takes the primitive out of a tensor.
+    fn into_payload<const D: usize>(tensor: Tensor<B, D, Self>) -> Payload<B>;
+    /// Wraps a primitive of this kind again.
+    fn from_payload<const D: usize>(payload: Payload<B>) -> Tensor<B, D, Self>;
+}
+
+const KIND: &str = "a collective returns the kind that it was given";
+
+impl<B: Backend> CollectiveElement<B> for Float {
+    fn into_payload<const D: usize>(tensor: Tensor<B, D, Self>) -> Payload<B> {
+        Payload::Float(tensor.into_primitive().tensor())
+    }
+
+    fn from_payload<const D: usize>(payload: Payload<B>) -> Tensor<B, D, Self> {
+        match payload {
+            Payload::Float(tensor) => Tensor::from_primitive(TensorPrimitive::Float(tensor)),
+            _ => unreachable!("{KIND}"),
+        }
+    }
+}
+
+impl<B: Backend> CollectiveElement<B> for Int {
+    fn into_payload<const D: usize>(tensor: Tensor<B, D, Self>) -> Payload<B> {
+        Payload::Int(tensor.into_primitive())
+    }
+
+    fn from_payload<const D: usize>(payload: Payload<B>) -> Tensor<B, D, Self> {
+        match payload {
+            Payload::Int(tensor) => Tensor::from_primitive(tensor),
+            _ => unreachable!("{KIND}"),
+        }
+    }
+}
+
+impl<B: Backend> CollectiveElement<B> for Bool {
+    fn into_payload<const D: usize>(tensor: Tensor<B, D, Self>) -> Payload<B> {
+        Payload::Bool(tensor.into_primitive())
+    }
+
+    fn from_payload<const D: usize>(payload: Payload<B>) -> Tensor<B, D, Self> {
+        match payload {
+            Payload::Bool(tensor) => Tensor::from_primitive(tensor),
+            _ => unreachable!("{KIND}"),
+        }
+    }
+}
+
+fn slices(shape: &Shape, dim: usize, range: &Range<usize>) -> Vec<Slice> {
+    (0..shape.num_dims()).map(|d| if d == dim { Slice::from(range.clone()) } else { Slice::from(0..shape[d]) }).collect()
+}
+
+impl<B: Backend> Payload<B> {
+    /// Shape of the tensor.
+    pub fn shape(&self) -> Shape {
+        match self {
+            Self::Float(tensor) => tensor.shape(),
+            Self::Int(tensor) => tensor.shape(),
+            Self::Bool(tensor) => tensor.shape(),
+        }
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        match self {
+            Self::Float(tensor) => tensor.dtype(),
+            Self::Int(tensor) => tensor.dtype(),
+            Self::Bool(tensor) => tensor.dtype(),
+        }
+    }
+
+    /// Rows `range` of `dim`.
+    pub(crate) fn rows(&self, dim: usize, range: &Range<usize>) -> Self {
+        let shape = self.shape();
+        if *range == (0..shape[dim]) {
+            return self.clone();
+        }
+        let slices = slices(&shape, dim, range);
+        match self {
+            Self::Float(tensor) => Self::Float(B::float_slice(tensor.clone(), &slices)),
+            Self::Int(tensor) => Self::Int(B::int_slice(tensor.clone(), &slices)),
+            Self::Bool(tensor) => Self::Bool(B::bool_slice(tensor.clone(), &slices)),
+        }
+    }
+
+    /// Overwrites rows `range` of `dim`.
+    pub(crate) fn with_rows(self, dim: usize, range: &Range<usize>, rows: Self) -> Self {
+        let slices = slices(&self.shape(), dim, range);
+        match (self, rows) {
+            (Self::Float(tensor), Self::Float(rows)) => Self::Float(B::float_slice_assign(tensor, &slices, rows)),
+            (Self::Int(tensor), Self::Int(rows)) => Self::Int(B::int_slice_assign(tensor, &slices, rows)),
+            (Self::Bool(tensor), Self::Bool(rows)) => Self::Bool(B::bool_slice_assign(tensor, &slices, rows)),
+            _ => unreachable!("{KIND}"),
+        }
+    }
+
+    /// Zeros (or `false`) like `self`, with `len` rows of `dim`.
+    pub(crate) fn zeros_like(&self, dim: usize, len: usize) -> Self {
+        let mut shape = self.shape();
+        shape[dim] = len;
+        match self {
+            Self::Float(tensor) => {
+                Self::Float(B::float_zeros(shape, &B::float_device(tensor), tensor.dtype().into()))
+            }
+            Self::Int(tensor) => Self::Int(B::int_zeros(shape, &B::int_device(tensor), tensor.dtype().into())),
+            Self::Bool(tensor) => Self::Bool(B::bool_zeros(shape, &B::bool_device(tensor), tensor.dtype().into())),
+        }
+    }
+
+    /// Concatenates along `dim`; parts without rows are left out, and `like` gives kind and shape where all are.
+    pub(crate) fn concat(parts: Vec<Self>, dim: usize, like: &Self) -> Self {
+        let mut parts: Vec<Self> = parts.into_iter().filter(|part| part.shape()[dim] > 0).collect();
+        match parts.len() {
+            0 => return like.zeros_like(dim, 0),
+            1 => return parts.swap_remove(0),
+            _ => {}
+        }
+        let (mut floats, mut ints, mut bools) = (Vec::new(), Vec::new(), Vec::new());
+        for part in parts {
+            match part {
+                Self::Float(tensor) => floats.push(tensor),
+                Self::Int(tensor) => ints.push(tensor),
+                Self::Bool(tensor) => bools.push(tensor),
+            }
+        }
+        match like {
+            Self::Float(_) => Self::Float(B::float_cat(floats, dim)),
+            Self::Int(_) => Self::Int(B::int_cat(ints, dim)),
+            Self::Bool(_) => Self::Bool(B::bool_cat(bools, dim)),
+        }
+    }
+
+    /// Element-wise sum.
+    ///
+    /// # Panics
+    /// On booleans, which the public functions do not let through.
+    pub(crate) fn add(self, other: Self) -> Self {
+        match (self, other) {
+            (Self::Float(lhs), Self::Float(rhs)) => Self::Float(B::float_add(lhs, rhs)),
+            (Self::Int(lhs), Self::Int(rhs)) => Self::Int(B::int_add(lhs, rhs)),
+            _ => panic!("booleans have no sum"),
+        }
+    }
+
+    /// The same values in the dtype that sums are made in: `f32` for `f16` and `bf16`.
+    pub(crate) fn widened(self) -> Self {
+        match self {
+            Self::Float(tensor) if matches!(tensor.dtype(), DType::F16 | DType::BF16) => {
+                Self::Float(B::float_cast(tensor, FloatDType::F32))
+            }
+            other => other,
+        }
+    }
+
+    /// Back from [`Self::widened`] to a dtype.
+    pub(crate) fn narrowed(self, dtype: DType) -> Self {
+        match self {
+            Self::Float(tensor) if tensor.dtype() != dtype => Self::Float(B::float_cast(tensor, dtype.into())),
+            other => other,
+        }
+    }
+
+    /// The sum of `parts`, in their order. `None` where there is none.
+    pub(crate) fn sum(parts: impl IntoIterator<Item = Self>) -> Option<Self> {
+        let mut parts = parts.into_iter();
+        let first = parts.next()?;
+        let dtype = first.dtype();
+        let total = parts.fold(first.widened(), |total, part| total.add(part.widened()));
+        Some(total.narrowed(dtype))
+    }
+}

@@ -1,0 +1,140 @@
+//! What can go wrong between ranks.
+
+use std::{error::Error, fmt, sync::Arc, time::Duration};
+
+use crate::mesh::MeshError;
+
+/// A failure of communication, or a failure elsewhere that communication had to report.
+#[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
+pub enum CommError {
+    /// Another rank of the world failed; nothing can be exchanged any more.
+    #[error("rank {rank} failed in {op}: {cause}")]
+    PeerFailed {
+        /// Global rank that failed first.
+        rank: usize,
+        /// What it was doing.
+        op: String,
+        /// Why it failed.
+        cause: String,
+    },
+    /// A rank is in another operation than the others, or passes another shape or dtype.
+    #[error("ranks of group {group} disagree on operation #{number}: rank {rank} calls {got}, expected {expected}")]
+    Mismatch {
+        /// Name of the group.
+        group: String,
+        /// Number of the operation within the group.
+        number: u64,
+        /// Global rank that differs from the majority.
+        rank: usize,
+        /// The operation that most ranks are in.
+        expected: String,
+        /// The operation that `rank` is in.
+        got: String,
+    },
+    /// Ranks that must hold equal values do not.
+    #[error("ranks of group {group} disagree on {what}: rank {rank} has {got}, expected {expected}")]
+    Disagreement {
+        /// Name of the group.
+        group: String,
+        /// What should have been equal.
+        what: String,
+        /// Global rank that differs.
+        rank: usize,
+        /// The value of most ranks.
+        expected: String,
+        /// The value of `rank`.
+        got: String,
+    },
+    /// Some ranks did not arrive before the deadline.
+    #[error("after {waited:?}, ranks {missing:?} had not arrived at {op}{}", seen(.last_seen))]
+    Timeout {
+        /// The operation that was waited in.
+        op: String,
+        /// Global ranks that did not arrive.
+        missing: Vec<usize>,
+        /// How long this rank waited.
+        waited: Duration,
+        /// What the first missing rank was last seen doing.
+        last_seen: Option<String>,
+    },
+    /// A rank's program ended although its peers still need it.
+    #[error("rank {rank} ended without arriving at {op}")]
+    PeerLeft {
+        /// The operation that was waited in.
+        op: String,
+        /// Global rank that ended.
+        rank: usize,
+    },
+    /// The mesh does not fit the world, or an axis is unknown.
+    #[error(transparent)]
+    Mesh(#[from] MeshError),
+}
+
+fn seen(op: &Option<String>) -> String {
+    match op {
+        Some(op) => format!(" (last seen in {op})"),
+        None => " (never seen)".to_owned(),
+    }
+}
+
+impl CommError {
+    /// Ends this rank's closure with `self` as a typed panic payload, which [`launch`](crate::launch) turns back into an error.
+    ///
+    /// Used inside the autodiff graph, where nothing can be returned. The panic hook is not run: the launcher reports the
+    /// first failure of the world once, not one message per rank.
+    pub fn raise(self) -> ! {
+        tracing::error!(error = %self, "collective failed");
+        std::panic::resume_unwind(Box::new(self))
+    }
+}
+
+/// Why a rank failed.
+#[derive(Debug, Clone)]
+pub enum FailureCause {
+    /// The rank's closure panicked with this message.
+    Panic(String),
+    /// The rank's closure returned this error.
+    Error(Arc<dyn Error + Send + Sync>),
+    /// The rank reported this failure to its peers.
+    Reported(String),
+    /// Communication failed.
+    Comm(CommError),
+}
+
+impl fmt::Display for FailureCause {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Panic(message) => write!(f, "panicked: {message}"),
+            Self::Error(error) => {
+                write!(f, "{error}")?;
+                let mut source = error.source();
+                while let Some(cause) = source {
+                    write!(f, ": {cause}")?;
+                    source = cause.source();
+                }
+                Ok(())
+            }
+            Self::Reported(message) => f.write_str(message),
+            Self::Comm(error) => write!(f, "{error}"),
+        }
+    }
+}
+
+/// The failure of one rank.
+#[derive(Debug, Clone, thiserror::Error)]
+#[error("rank {rank} failed in {op}: {cause}")]
+pub struct RankFailure {
+    /// Global rank.
+    pub rank: usize,
+    /// What it was doing: the operation, or the last operation that it had been seen in.
+    pub op: String,
+    /// Why it failed.
+    pub cause: FailureCause,
+}
+
+impl RankFailure {
+    pub(crate) fn as_peer_failure(&self) -> CommError {
+        CommError::PeerFailed { rank: self.rank, op: self.op.clone(), cause: self.cause.to_string() }
+    }
+}

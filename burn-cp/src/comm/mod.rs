@@ -1,0 +1,34 @@
+//! Process groups: who talks to whom, and how.
+//!
+//! A [`ProcessGroup`] knows its ranks, numbers its operations, and carries two transports: one for tensors (opaque parcels
+//! here) and a host control plane for small messages. This room moves values between ranks; it knows nothing of tokens,
+//! gradients or tensor operations.
+//!
+//! # Protocol
+//!
+//! Every operation of a group has a number, drawn in program order by each of its ranks, and a [`Signature`]. Ranks meet
+//! under the pair (group, number): each leaves its parcel with its signature, and takes the others' once all have arrived
+//! and all signatures agree. What can go wrong ends the wait of every rank:
+//!
+//! * another rank failed: [`CommError::PeerFailed`] with its rank, what it was doing, and why;
+//! * the ranks are not in the same operation: [`CommError::Mismatch`] with both signatures, on every rank;
+//! * a rank does not arrive before the deadline, or ended without arriving: [`CommError::Timeout`], [`CommError::PeerLeft`].
+//!
+//! The first failure of a world is kept and is the one that the launcher reports.
+
+mod bind;
+mod error;
+mod group;
+mod hub;
+mod signature;
+
+pub use bind::{Groups, bind};
+pub use error::{CommError, FailureCause, RankFailure};
+pub use group::{ProcessGroup, ProgramOrder};
+pub use hub::RankContext;
+pub use signature::{CollectiveKind, Signature};
+
+pub(crate) use hub::Hub;
+
+/// How long a rank waits for its peers unless told otherwise: ten minutes.
+pub const DEFAULT_DEADLINE: std::time::Duration = std::time::Duration::from_secs(600);

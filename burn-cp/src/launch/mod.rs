@@ -1,0 +1,227 @@
+//! Ranks as threads of one process.
+//!
+//! [`threads`] returns when all closures have ended; [`threads_detached`] returns at once, for callers that must not wait
+//! for a rank that never arrives. Either way the error is the **first** failure of the world.
+
+use std::{
+    any::Any,
+    error::Error,
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::{Arc, mpsc},
+    thread,
+    time::{Duration, Instant},
+};
+
+use crate::comm::{CommError, DEFAULT_DEADLINE, FailureCause, Hub, RankContext, RankFailure};
+
+/// Why a world did not end well.
+#[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
+pub enum LaunchError {
+    /// A world needs at least one rank.
+    #[error("world_size must be at least 1, got 0")]
+    EmptyWorld,
+    /// The operating system refused a thread.
+    #[error("cannot start a thread for rank {rank}: {reason}")]
+    Spawn {
+        /// The rank whose thread could not be started.
+        rank: usize,
+        /// What the system said.
+        reason: String,
+    },
+    /// The first failure of the world.
+    #[error(transparent)]
+    Rank(#[from] RankFailure),
+    /// A detached world had not ended in time.
+    #[error("after {waited:?}, {num_running} ranks were still running")]
+    StillRunning {
+        /// How long the caller waited.
+        waited: Duration,
+        /// Ranks that had not ended.
+        num_running: usize,
+    },
+}
+
+/// How [`threads_with`] and [`threads_detached`] run their ranks.
+#[derive(Debug, Clone, Copy)]
+pub struct ThreadsOptions {
+    /// How long a rank waits for its peers in any operation.
+    pub deadline: Duration,
+    /// Stack of each rank's thread in bytes.
+    pub stack_size: usize,
+}
+
+impl Default for ThreadsOptions {
+    fn default() -> Self {
+        Self { deadline: DEFAULT_DEADLINE, stack_size: 16 << 20 }
+    }
+}
+
+/// Runs one closure per rank, each in a thread of its own, and returns their results in rank order.
+///
+/// # Errors
+/// The first failure of the world: a closure's error, its panic, or a failed collective. Returns only when every closure has ended.
+pub fn threads<T, E, F>(world_size: usize, f: F) -> Result<Vec<T>, LaunchError>
+where
+    F: Fn(RankContext) -> Result<T, E> + Sync,
+    T: Send,
+    E: Into<Box<dyn Error + Send + Sync>>,
+{
+    threads_with(world_size, ThreadsOptions::default(), f)
+}
+
+/// [`threads`] with options.
+///
+/// # Errors
+/// As [`threads`].
+pub fn threads_with<T, E, F>(world_size: usize, options: ThreadsOptions, f: F) -> Result<Vec<T>, LaunchError>
+where
+    F: Fn(RankContext) -> Result<T, E> + Sync,
+    T: Send,
+    E: Into<Box<dyn Error + Send + Sync>>,
+{
+    if world_size == 0 {
+        return Err(LaunchError::EmptyWorld);
+    }
+    let hub = Hub::new(world_size, options.deadline);
+    let results = thread::scope(|scope| {
+        let mut handles = Vec::with_capacity(world_size);
+        for rank in 0..world_size {
+            let context = RankContext { rank, hub: hub.clone() };
+            let f = &f;
+            let handle = builder(rank, &options).spawn_scoped(scope, move || run_rank(context, f));
+            match handle {
+                Ok(handle) => handles.push(handle),
+                Err(error) => {
+                    // The ranks already running must not wait for one that never starts.
+                    hub.fail(rank, Some("start".to_owned()), FailureCause::Reported(error.to_string()));
+                    return Err(LaunchError::Spawn { rank, reason: error.to_string() });
+                }
+            }
+        }
+        Ok(handles.into_iter().map(|handle| handle.join().ok().flatten()).collect::<Vec<_>>())
+    })?;
+    finish(&hub, results)
+}
+
+/// Starts one closure per rank and returns at once.
+///
+/// # Errors
+/// No rank, or no thread for one.
+pub fn threads_detached<T, E, F>(
+    world_size: usize,
+    options: ThreadsOptions,
+    f: F,
+) -> Result<DetachedWorld<T>, LaunchError>
+where
+    F: Fn(RankContext) -> Result<T, E> + Send + Sync + 'static,
+    T: Send + 'static,
+    E: Into<Box<dyn Error + Send + Sync>>,
+{
+    if world_size == 0 {
+        return Err(LaunchError::EmptyWorld);
+    }
+    let hub = Hub::new(world_size, options.deadline);
+    let f = Arc::new(f);
+    let (sender, receiver) = mpsc::channel();
+    for rank in 0..world_size {
+        let context = RankContext { rank, hub: hub.clone() };
+        let (f, sender) = (f.clone(), sender.clone());
+        let spawned = builder(rank, &options).spawn(move || {
+            let result = run_rank(context, &*f);
+            // The caller may have gone; then nobody wants the result.
+            let _ = sender.send((rank, result));
+        });
+        if let Err(error) = spawned {
+            hub.fail(rank, Some("start".to_owned()), FailureCause::Reported(error.to_string()));
+            return Err(LaunchError::Spawn { rank, reason: error.to_string() });
+        }
+    }
+    Ok(DetachedWorld { hub, receiver })
+}
+
+/// A world whose ranks run on while the caller does something else.
+#[derive(Debug)]
+pub struct DetachedWorld<T> {
+    hub: Arc<Hub>,
+    receiver: mpsc::Receiver<(usize, Option<T>)>,
+}
+
+impl<T> DetachedWorld<T> {
+    /// Waits until every rank has ended, or until `timeout` has passed.
+    ///
+    /// # Errors
+    /// The first failure of the world if there is one by then, also while some ranks still run; otherwise
+    /// [`LaunchError::StillRunning`].
+    pub fn wait(self, timeout: Duration) -> Result<Vec<T>, LaunchError> {
+        let start = Instant::now();
+        let world_size = self.hub.world_size();
+        let mut results: Vec<Option<T>> = (0..world_size).map(|_| None).collect();
+        for num_ended in 0..world_size {
+            let left = timeout.saturating_sub(start.elapsed());
+            match self.receiver.recv_timeout(left) {
+                Ok((rank, result)) => results[rank] = result,
+                Err(_) => {
+                    return Err(match self.hub.failure() {
+                        Some(failure) => failure.into(),
+                        None => LaunchError::StillRunning {
+                            waited: start.elapsed(),
+                            num_running: world_size - num_ended,
+                        },
+                    });
+                }
+            }
+        }
+        finish(&self.hub, results)
+    }
+}
+
+fn builder(rank: usize, options: &ThreadsOptions) -> thread::Builder {
+    thread::Builder::new().name(format!("rank-{rank}")).stack_size(options.stack_size)
+}
+
+fn run_rank<T, E, F>(context: RankContext, f: &F) -> Option<T>
+where
+    F: Fn(RankContext) -> Result<T, E>,
+    E: Into<Box<dyn Error + Send + Sync>>,
+{
+    let (rank, hub) = (context.rank, context.hub.clone());
+    let outcome = catch_unwind(AssertUnwindSafe(|| f(context)));
+    let (value, cause) = match outcome {
+        Ok(Ok(value)) => (Some(value), None),
+        Ok(Err(error)) => (None, Some(cause_of_error(error.into()))),
+        Err(payload) => (None, Some(cause_of_panic(payload.as_ref()))),
+    };
+    if let Some(cause) = cause {
+        hub.fail(rank, None, cause);
+    }
+    hub.end(rank);
+    value
+}
+
+fn cause_of_error(error: Box<dyn Error + Send + Sync>) -> FailureCause {
+    match error.downcast::<CommError>() {
+        Ok(error) => FailureCause::Comm(*error),
+        Err(error) => FailureCause::Error(error.into()),
+    }
+}
+
+fn cause_of_panic(payload: &(dyn Any + Send)) -> FailureCause {
+    if let Some(error) = payload.downcast_ref::<CommError>() {
+        return FailureCause::Comm(error.clone());
+    }
+    let message = payload
+        .downcast_ref::<&'static str>()
+        .map(ToString::to_string)
+        .or_else(|| payload.downcast_ref::<String>().cloned())
+        .unwrap_or_else(|| "a value that is not a message".to_owned());
+    FailureCause::Panic(message)
+}
+
+fn finish<T>(hub: &Hub, results: Vec<Option<T>>) -> Result<Vec<T>, LaunchError> {
+    match hub.failure() {
+        Some(failure) => Err(failure.into()),
+        // Without a failure on record every rank has left a value.
+        None => Ok(results.into_iter().flatten().collect()),
+    }
+}

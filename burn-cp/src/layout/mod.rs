@@ -1,0 +1,22 @@
+//! Which tokens form a document, and which rank holds which tokens.
+//!
+//! [`Documents`] is the one table that every way of describing documents (lengths, boundaries, ids,
+//! masks) is turned into. [`TokenLayout`] says for every rank which token ranges it owns, in its local
+//! order. A [`LayoutPolicy`] makes layouts; what comes after it sees ranges only and never asks how they
+//! were dealt out.
+//!
+//! Pure host data, identical on every rank that starts from the same input. Nothing here knows
+//! tensors, masks or what attention does with documents.
+
+mod documents;
+mod error;
+mod policy;
+mod sources;
+#[cfg(test)]
+mod tests;
+mod token_layout;
+
+pub use documents::{Document, Documents};
+pub use error::LayoutError;
+pub use policy::LayoutPolicy;
+pub use token_layout::{OwnedRange, TokenLayout};

@@ -1,0 +1,125 @@
+//! Policies: from documents and a number of ranks to ranges.
+//!
+//! A new way of sharding is one more arm of [`LayoutPolicy::layout`] that deals out other ranges;
+//! nothing else changes.
+
+use std::ops::Range;
+
+use serde::{Deserialize, Serialize};
+
+use super::{Documents, LayoutError, TokenLayout};
+
+/// How token ranges are dealt out to ranks.
+///
+/// In configuration files: `"identity"`, `{ contiguous = { multiple = 1 } }`, `"head-tail"`,
+/// `{ custom = [[{ start, end }, ..], ..] }`.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+#[non_exhaustive]
+pub enum LayoutPolicy {
+    /// One rank owns everything; refused in larger worlds. Adds no padding.
+    Identity,
+    /// Equal consecutive parts, one per rank.
+    ///
+    /// Rows are padded to a multiple of `world_size * max(multiple, 2)`, so that every part is a multiple
+    /// of 2 and of `multiple` (when that is at least 2). One layout then also satisfies head-tail sharding
+    /// of the same length.
+    Contiguous {
+        /// What the length of every part is a multiple of.
+        #[serde(default = "one")]
+        multiple: usize,
+    },
+    /// Part `r` from the front and part `r` from the back of `2 * world_size` equal parts; rows are padded
+    /// to a multiple of `2 * world_size`.
+    HeadTail,
+    /// Ranges of each rank in local order, as given.
+    ///
+    /// They cover at least the tokens there are; what they cover beyond is padding. A rank without tokens
+    /// gets one new padding token at the end of the row, since no rank may be handed an empty stream.
+    Custom(Vec<Vec<Range<usize>>>),
+}
+
+fn one() -> usize {
+    1
+}
+
+impl LayoutPolicy {
+    /// Deals out the tokens of `documents` to `world_size` ranks.
+    ///
+    /// The layout may be longer than the documents: pad them to [`TokenLayout::seq_len`] with
+    /// [`Documents::padded_to`] before a plan is made. Every rank that asks with the same documents gets
+    /// the same layout.
+    ///
+    /// # Errors
+    ///
+    /// No ranks; a policy for another number of ranks; custom ranges that overlap, leave gaps or do not
+    /// reach the end of the documents; a padded length that overflows.
+    pub fn layout(
+        &self,
+        documents: &Documents,
+        world_size: usize,
+    ) -> Result<TokenLayout, LayoutError> {
+        if world_size == 0 {
+            return Err(LayoutError::ZeroRanks);
+        }
+        let seq_len = documents.seq_len();
+        match self {
+            Self::Identity if world_size > 1 => Err(LayoutError::WorldSize {
+                what: "identity",
+                expected: 1,
+                got: world_size,
+            }),
+            Self::Identity => TokenLayout::contiguous(seq_len, 1),
+            Self::Contiguous { multiple } => {
+                let padded = pad("contiguous", seq_len, world_size, (*multiple).max(2))?;
+                TokenLayout::contiguous(padded, world_size)
+            }
+            Self::HeadTail => {
+                let padded = pad("head-tail", seq_len, world_size, 2)?;
+                TokenLayout::head_tail(padded, world_size)
+            }
+            Self::Custom(ranks) => custom(ranks, seq_len, world_size),
+        }
+    }
+}
+
+fn pad(
+    what: &'static str,
+    seq_len: usize,
+    world_size: usize,
+    multiple: usize,
+) -> Result<usize, LayoutError> {
+    world_size
+        .checked_mul(multiple)
+        .and_then(|divisor| seq_len.checked_next_multiple_of(divisor))
+        .ok_or(LayoutError::Overflow { what, got: seq_len })
+}
+
+fn custom(
+    ranks: &[Vec<Range<usize>>],
+    seq_len: usize,
+    world_size: usize,
+) -> Result<TokenLayout, LayoutError> {
+    if ranks.len() != world_size {
+        return Err(LayoutError::WorldSize {
+            what: "custom",
+            expected: ranks.len(),
+            got: world_size,
+        });
+    }
+    let covered = ranks.iter().flatten().map(|range| range.end).max();
+    let mut end = covered.unwrap_or(0).max(seq_len);
+    let mut ranks = ranks.to_vec();
+    for ranges in &mut ranks {
+        // A reversed range is not an empty share but a mistake; the layout reports it.
+        if ranges.iter().all(|range| range.start == range.end) {
+            let next = end.checked_add(1).ok_or(LayoutError::Overflow {
+                what: "custom",
+                got: seq_len,
+            })?;
+            *ranges = std::iter::once(end..next).collect();
+            end = next;
+        }
+    }
+    TokenLayout::new(end, ranks)
+}

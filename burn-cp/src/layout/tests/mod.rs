@@ -1,0 +1,7 @@
+#![allow(
+    clippy::single_range_in_vec_init,
+    reason = "lists of one token range are what these tests are about"
+)]
+
+mod documents;
+mod layouts;

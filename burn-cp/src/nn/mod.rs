@@ -1,0 +1,31 @@
+//! Models and layers that run on a rank's part of a sequence.
+
+mod attention;
+mod error;
+mod parameters;
+mod rotary;
+mod sharded;
+
+use burn::tensor::Tensor;
+
+pub use attention::*;
+pub use error::NnError;
+pub use parameters::{ParameterError, check_parameters};
+pub use rotary::*;
+pub use sharded::SequenceSharded;
+
+use crate::{
+    attention::ContextParallelBackend,
+    sharder::{CpStep, StepError},
+};
+
+/// A model that predicts the next token of sequences that are sharded over ranks.
+///
+/// It sees this rank's tokens only: attention goes through [`CpStep::attention`], everything else is per token.
+pub trait SequenceModel<B: ContextParallelBackend> {
+    /// Logits of this rank's tokens, `[batch, local_tokens, vocab]`. Every rank of the step's group must call it.
+    ///
+    /// # Errors
+    /// The step lacks what the model needs, or the vision tower failed on any rank.
+    fn forward(&self, step: &CpStep<B>) -> Result<Tensor<B, 3>, StepError>;
+}

@@ -1,0 +1,145 @@
+//! Do all ranks start with the same parameters, each with its own?
+
+use std::collections::HashMap;
+
+use burn::{
+    module::{Module, ModuleVisitor, Param},
+    tensor::Tensor,
+};
+use sha2::{Digest, Sha256};
+
+use crate::{
+    collectives::CollectiveBackend,
+    comm::{CommError, ProcessGroup},
+};
+
+/// Ranks whose models do not fit together. Every rank of the group returns the same error.
+#[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
+pub enum ParameterError {
+    /// A parameter has other values, another shape or another dtype on some rank, or exists on some ranks only.
+    #[error(
+        "ranks start with different parameters: rank {rank} has {got} as {path}, expected {expected}; materialise every \
+         parameter before cloning the model, or broadcast them"
+    )]
+    Differ {
+        /// Module path of the parameter.
+        path: String,
+        /// Global rank that differs from the first rank.
+        rank: usize,
+        /// What the first rank of the group has.
+        expected: String,
+        /// What `rank` has.
+        got: String,
+    },
+    /// Two ranks hold one autodiff leaf, so that each would wait for the other's backward pass for ever.
+    #[error("ranks {first} and {second} share the leaf of {path}; give each rank its own with `model.clone().fork(device)`")]
+    SharedLeaf {
+        /// Module path of the parameter.
+        path: String,
+        /// Global rank.
+        first: usize,
+        /// Global rank.
+        second: usize,
+    },
+    /// The ranks could not talk to each other.
+    #[error(transparent)]
+    Comm(#[from] CommError),
+}
+
+#[derive(Debug, Clone, PartialEq)]
+struct Fingerprint {
+    path: String,
+    shape: Vec<usize>,
+    dtype: String,
+    hash: [u8; 32],
+    leaf: Option<u64>,
+}
+
+impl Fingerprint {
+    fn shown(&self) -> String {
+        let hash: String = self.hash[..4].iter().map(|byte| format!("{byte:02x}")).collect();
+        format!("{} {:?} with hash {hash}", self.dtype, self.shape)
+    }
+
+    fn same_values(&self, other: &Self) -> bool {
+        (&self.path, &self.shape, &self.dtype, self.hash) == (&other.path, &other.shape, &other.dtype, other.hash)
+    }
+}
+
+#[derive(Default)]
+struct Collect {
+    path: Vec<String>,
+    found: Vec<Fingerprint>,
+}
+
+impl<B: CollectiveBackend> ModuleVisitor<B> for Collect {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+        let tensor = param.val();
+        let leaf = B::leaf_id(&tensor.clone().into_primitive().tensor());
+        let data = tensor.into_data();
+        self.found.push(Fingerprint {
+            path: self.path.join("."),
+            shape: data.shape.to_vec(),
+            dtype: format!("{:?}", data.dtype),
+            hash: Sha256::digest(data.as_bytes()).into(),
+            leaf,
+        });
+    }
+}
+
+/// Checks that the ranks of a group hold equal parameters, matched by module path, and that no two share an autodiff leaf.
+///
+/// Every rank of the group must call it. Reads every parameter to the host once.
+///
+/// # Errors
+/// The first difference, the same on every rank.
+pub fn check_parameters<B: CollectiveBackend, M: Module<B>>(
+    module: &M,
+    group: &ProcessGroup,
+) -> Result<(), ParameterError> {
+    let mut mine = Collect::default();
+    module.visit(&mut mine);
+    let all = group.host_all_gather("parameters", mine.found)?;
+    let ranks = group.global_ranks();
+    let mut leaves: HashMap<u64, usize> = HashMap::new();
+    for (&rank, found) in ranks.iter().zip(&all) {
+        for parameter in found {
+            let Some(leaf) = parameter.leaf else { continue };
+            if let Some(first) = leaves.insert(leaf, rank).filter(|&first| first != rank) {
+                return Err(ParameterError::SharedLeaf { path: parameter.path.clone(), first, second: rank });
+            }
+        }
+    }
+    for (&rank, found) in ranks.iter().zip(&all).skip(1) {
+        compare(&all[0], found, rank)?;
+    }
+    Ok(())
+}
+
+fn compare(first: &[Fingerprint], other: &[Fingerprint], rank: usize) -> Result<(), ParameterError> {
+    let missing = || "no parameter".to_owned();
+    for i in 0..first.len().max(other.len()) {
+        let (expected, got) = (first.get(i), other.get(i));
+        let same = matches!((expected, got), (Some(expected), Some(got)) if expected.same_values(got));
+        if same {
+            continue;
+        }
+        let path = expected.or(got).map_or_else(String::new, |parameter| parameter.path.clone());
+        return Err(ParameterError::Differ {
+            path,
+            rank,
+            expected: expected.map_or_else(missing, Fingerprint::shown),
+            got: got.map_or_else(missing, Fingerprint::shown),
+        });
+    }
+    Ok(())
+}

@@ -1,0 +1,57 @@
+//! Clipping by the norm of all gradients together.
+
+use burn::{
+    module::{AutodiffModule, ModuleVisitor, Param},
+    optim::GradientsParams,
+    tensor::{Tensor, backend::AutodiffBackend},
+};
+
+/// Scales all gradients so that their common Euclidean norm is at most `max_norm`; returns them with the norm they had.
+///
+/// Call it with synchronised gradients: every rank then has the same norm, and no communication is needed. Waits for the
+/// device once. A norm that is not finite scales nothing, so that the caller can see and handle it.
+pub fn clip_by_global_norm<B, M>(grads: GradientsParams, module: &M, max_norm: f64) -> (GradientsParams, f64)
+where
+    B: AutodiffBackend,
+    M: AutodiffModule<B>,
+{
+    let mut norm = SquaredNorm::<B> { grads: &grads, sum: None };
+    module.visit(&mut norm);
+    let squared = norm.sum.map_or(0.0, |sum| sum.into_data().iter::<f64>().next().unwrap_or_default());
+    let norm = squared.sqrt();
+    if !norm.is_finite() || norm <= max_norm {
+        return (grads, norm);
+    }
+    let mut scale = Scale { grads, factor: max_norm / norm };
+    module.visit(&mut scale);
+    (scale.grads, norm)
+}
+
+struct SquaredNorm<'a, B: AutodiffBackend> {
+    grads: &'a GradientsParams,
+    sum: Option<Tensor<B::InnerBackend, 1>>,
+}
+
+impl<B: AutodiffBackend> ModuleVisitor<B> for SquaredNorm<'_, B> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+        let Some(grad) = self.grads.get::<B::InnerBackend, D>(param.id) else { return };
+        let squared = grad.clone().mul(grad).sum();
+        self.sum = Some(match self.sum.take() {
+            Some(sum) => sum + squared,
+            None => squared,
+        });
+    }
+}
+
+struct Scale {
+    grads: GradientsParams,
+    factor: f64,
+}
+
+impl<B: AutodiffBackend> ModuleVisitor<B> for Scale {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+        if let Some(grad) = self.grads.remove::<B::InnerBackend, D>(param.id) {
+            self.grads.register(param.id, grad.mul_scalar(self.factor));
+        }
+    }
+}

@@ -1,0 +1,240 @@
+//! The plan of all ranks.
+
+use std::sync::{Arc, OnceLock};
+
+use super::derive::{RowTable, rank_plan};
+use super::hash::hash;
+use super::types::{RankPlan, TokenSpan};
+use super::{MaskKind, PlanError};
+use crate::layout::{Documents, TokenLayout};
+
+/// Who computes what, and which tokens move between whom, for one mask.
+///
+/// Made on the host from documents and layout alone. Every rank makes the plan of all ranks, and all make
+/// the same one; [`hash`](Self::hash) lets them check that they started from the same input.
+///
+/// ```
+/// use std::sync::Arc;
+/// use burn_cp::layout::{Documents, TokenLayout};
+/// use burn_cp::plan::{AttentionPlan, MaskKind};
+///
+/// // Two documents of six and two tokens on two ranks of four tokens.
+/// let documents = Arc::new(Documents::from_lengths(&[vec![6, 2]], 8)?);
+/// let layout = Arc::new(TokenLayout::contiguous(8, 2)?);
+/// let plan = AttentionPlan::new(documents, layout, MaskKind::CAUSAL)?;
+///
+/// // The second rank ends the first document, for which it needs all of the first rank.
+/// let rank = plan.rank(1);
+/// assert_eq!((rank.segments[0].q.clone(), rank.segments[0].k.clone()), (0..2, 0..6));
+/// assert_eq!((rank.segments[1].q.clone(), rank.segments[1].k.clone()), (2..4, 6..8));
+/// assert_eq!(plan.num_transferred(0, 1), 4);
+/// assert_eq!(plan.num_transferred(1, 0), 0);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct AttentionPlan {
+    documents: Arc<Documents>,
+    layout: Arc<TokenLayout>,
+    mask: MaskKind,
+    ranks: Vec<RankPlan>,
+    /// By `source * world_size + destination`.
+    transfers: Vec<Transfer>,
+    hash: OnceLock<[u8; 32]>,
+}
+
+#[derive(Debug, Clone, Default)]
+struct Transfer {
+    spans: Vec<TokenSpan>,
+    num_tokens: usize,
+}
+
+impl AttentionPlan {
+    /// Plans attention over `documents`, dealt out by `layout`.
+    ///
+    /// # Errors
+    ///
+    /// Rows of another length than the layout's (pad the documents with [`Documents::padded_to`] first),
+    /// or numbers past 64 bits.
+    pub fn new(
+        documents: Arc<Documents>,
+        layout: Arc<TokenLayout>,
+        mask: MaskKind,
+    ) -> Result<Self, PlanError> {
+        if documents.seq_len() != layout.seq_len() {
+            return Err(PlanError::SeqLen {
+                expected: layout.seq_len(),
+                got: documents.seq_len(),
+            });
+        }
+        // Whatever is indexed below lies within this.
+        if (documents.batch_size().checked_mul(documents.seq_len())).is_none() {
+            return Err(PlanError::Overflow {
+                what: "number of tokens",
+            });
+        }
+        let tables = RowTable::of(&documents);
+        let mut ranks = (0..layout.world_size())
+            .map(|rank| rank_plan(&tables, &layout, mask, rank))
+            .collect::<Result<Vec<_>, _>>()?;
+        let transfers = transfers(&mut ranks);
+        Ok(Self {
+            documents,
+            layout,
+            mask,
+            ranks,
+            transfers,
+            hash: OnceLock::new(),
+        })
+    }
+
+    /// The documents, padded to the length of the layout.
+    pub fn documents(&self) -> &Arc<Documents> {
+        &self.documents
+    }
+
+    /// The layout.
+    pub fn layout(&self) -> &Arc<TokenLayout> {
+        &self.layout
+    }
+
+    /// The mask.
+    pub fn mask(&self) -> MaskKind {
+        self.mask
+    }
+
+    /// Number of ranks.
+    pub fn world_size(&self) -> usize {
+        self.ranks.len()
+    }
+
+    /// The plan of one rank.
+    ///
+    /// # Panics
+    ///
+    /// If there is no such rank.
+    pub fn rank(&self, rank: usize) -> &RankPlan {
+        &self.ranks[rank]
+    }
+
+    /// The plans of all ranks, by rank.
+    pub fn ranks(&self) -> &[RankPlan] {
+        &self.ranks
+    }
+
+    /// The tokens of the shard of `source` that `destination` needs, in the order in which the pieces of
+    /// `destination` use them. A rank's own tokens are listed too, as `transfers(rank, rank)`.
+    ///
+    /// # Panics
+    ///
+    /// If there is no such rank.
+    pub fn transfers(&self, source: usize, destination: usize) -> &[TokenSpan] {
+        &self.transfer(source, destination).spans
+    }
+
+    /// Number of tokens in [`transfers`](Self::transfers).
+    ///
+    /// # Panics
+    ///
+    /// If there is no such rank.
+    pub fn num_transferred(&self, source: usize, destination: usize) -> usize {
+        self.transfer(source, destination).num_tokens
+    }
+
+    fn transfer(&self, source: usize, destination: usize) -> &Transfer {
+        let world_size = self.world_size();
+        assert!(
+            source < world_size && destination < world_size,
+            "ranks {source} and {destination} of {world_size}"
+        );
+        &self.transfers[source * world_size + destination]
+    }
+
+    /// Whether any rank needs a token of another. If not, no rank has to communicate.
+    ///
+    /// The answer is the same on every rank.
+    pub fn moves_tokens(&self) -> bool {
+        self.ranks.iter().any(|rank| rank.kv_tokens_received > 0)
+    }
+
+    /// Where the K/V buffer of `rank` stands in the gathered shards: one index per buffer token.
+    ///
+    /// The shards are put one behind the other along the token dim by rank, which gives
+    /// `[batch, num_kv_heads, seq_len, head_dim]` in rank-major token order. The index of local token `i`
+    /// of row `b` of rank `s` is `b * seq_len + offset(s) + i` (see [`TokenLayout::offset`]), thus one
+    /// into the flattened `[batch * seq_len]`.
+    ///
+    /// # Panics
+    ///
+    /// If there is no such rank.
+    pub fn all_gather_index(&self, rank: usize) -> Vec<usize> {
+        let seq_len = self.layout.seq_len();
+        let mut index = Vec::with_capacity(self.ranks[rank].buffer_len);
+        for piece in &self.ranks[rank].pieces {
+            let base = piece.row * seq_len + self.layout.offset(piece.source);
+            index.extend(base + piece.local.start..base + piece.local.end);
+        }
+        index
+    }
+
+    /// Where the K/V buffer of `rank` stands in what the ranks send it: one index per buffer token.
+    ///
+    /// It indexes the tokens of `transfers(0, rank)`, `transfers(1, rank)`, .. put one behind the other,
+    /// the rank's own included.
+    ///
+    /// # Panics
+    ///
+    /// If there is no such rank.
+    pub fn exchange_index(&self, rank: usize) -> Vec<usize> {
+        let mut next = Vec::with_capacity(self.world_size());
+        let mut start = 0;
+        for source in 0..self.world_size() {
+            next.push(start);
+            start += self.num_transferred(source, rank);
+        }
+        let mut index = Vec::with_capacity(start);
+        for piece in &self.ranks[rank].pieces {
+            let from = next[piece.source];
+            next[piece.source] += piece.local.len();
+            index.extend(from..next[piece.source]);
+        }
+        index
+    }
+
+    /// SHA-256 of documents, layout and mask: equal on all ranks and platforms that plan the same.
+    ///
+    /// Computed at the first call and kept.
+    pub fn hash(&self) -> [u8; 32] {
+        *(self.hash).get_or_init(|| hash(&self.documents, &self.layout, self.mask))
+    }
+
+    /// [`hash`](Self::hash) as 64 hexadecimal digits, for messages.
+    pub fn hash_hex(&self) -> String {
+        self.hash()
+            .iter()
+            .map(|byte| format!("{byte:02x}"))
+            .collect()
+    }
+}
+
+/// Lists for each pair of ranks what moves, and notes at the sources how much they send.
+fn transfers(ranks: &mut [RankPlan]) -> Vec<Transfer> {
+    let world_size = ranks.len();
+    let mut transfers = vec![Transfer::default(); world_size * world_size];
+    for (destination, rank) in ranks.iter().enumerate() {
+        for piece in &rank.pieces {
+            let transfer = &mut transfers[piece.source * world_size + destination];
+            transfer.num_tokens += piece.local.len();
+            transfer.spans.push(TokenSpan {
+                row: piece.row,
+                local: piece.local.clone(),
+            });
+        }
+    }
+    for (source, rank) in ranks.iter_mut().enumerate() {
+        rank.kv_tokens_sent = (0..world_size)
+            .filter(|&destination| destination != source)
+            .map(|destination| transfers[source * world_size + destination].num_tokens)
+            .sum();
+    }
+    transfers
+}

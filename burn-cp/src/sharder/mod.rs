@@ -1,0 +1,20 @@
+//! From a batch that every rank of a group holds to what each of them works on.
+//!
+//! [`ContextParallel::shard`] checks the batch, deals its tokens out, plans attention, and cuts this rank's part out of every
+//! stream. No tensor travels: every rank derives the same plan, and one host message confirms that they did. The result, a
+//! [`CpStep`], is immutable and passed to the model explicitly.
+
+mod check;
+mod config;
+mod context;
+mod error;
+mod media;
+mod step;
+mod verbs;
+
+pub use config::{ContextParallelConfig, PrimaryStream};
+pub use context::ContextParallel;
+pub use error::StepError;
+pub use step::CpStep;
+pub use check::IGNORED_LABEL;
+pub use verbs::Extent;

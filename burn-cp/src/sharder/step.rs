@@ -1,0 +1,281 @@
+//! One step: this rank's part of a batch, and the verbs that need to know how it was cut.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use burn::tensor::{Bool, Int, Tensor, TensorData, TensorPrimitive, backend::Backend};
+
+use super::{ContextParallelConfig, StepError, media::LocalPlaceholders};
+use crate::{
+    attention::{AttentionCall, AttentionOptions, ContextParallelBackend, PreparedAttention},
+    batch::Media,
+    collectives::{CollectiveElement, Payload},
+    comm::ProcessGroup,
+    layout::{Documents, TokenLayout},
+    plan::{AttentionPlan, MaskKind},
+    vision::{FrameSharded, VisionFeatures, VisionTower},
+};
+
+/// The primary stream as the model is given it.
+#[derive(Debug)]
+pub(super) enum Primary<B: Backend> {
+    Ids(Option<Tensor<B, 2, Int>>),
+    Embeddings(Payload<B>),
+}
+
+/// Images or videos of a step, whole on every rank.
+#[derive(Debug, Clone)]
+pub(super) struct StepMedia<B: Backend> {
+    pixels: Tensor<B, 2>,
+    grids: Vec<[usize; 3]>,
+    merge: usize,
+}
+
+impl<B: Backend> StepMedia<B> {
+    pub(super) fn new(media: &Media<B>) -> Self {
+        Self { pixels: media.pixels.clone(), grids: media.grids.clone(), merge: media.spatial_merge_size }
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct LocalStreams<B: Backend> {
+    pub(super) primary: Primary<B>,
+    /// `batch · local_tokens` values, kept on the host: the loss selects by them.
+    pub(super) labels: Option<Vec<i64>>,
+    pub(super) positions: Tensor<B, 3, Int>,
+    pub(super) padding: TensorData,
+    pub(super) media_rows: LocalPlaceholders,
+    pub(super) deepstack: Vec<Tensor<B, 3>>,
+    pub(super) streams: BTreeMap<String, Payload<B>>,
+    pub(super) device: B::Device,
+}
+
+#[derive(Debug)]
+struct Inner<B: Backend> {
+    config: Arc<ContextParallelConfig>,
+    cp: ProcessGroup,
+    loss: ProcessGroup,
+    documents: Arc<Documents>,
+    layout: Arc<TokenLayout>,
+    size: [usize; 2],
+    local: LocalStreams<B>,
+    media: Vec<StepMedia<B>>,
+    prepared: Mutex<HashMap<MaskKind, Arc<PreparedAttention>>>,
+}
+
+/// One rank's part of one batch. Immutable, cheap to clone, and passed to the model explicitly: nothing about a step is global.
+///
+/// Local tensors hold this rank's tokens in its own order, `local_tokens` of every row; see [`Self::layout`] for which those are.
+#[derive(Debug)]
+pub struct CpStep<B: Backend> {
+    inner: Arc<Inner<B>>,
+}
+
+impl<B: Backend> Clone for CpStep<B> {
+    fn clone(&self) -> Self {
+        Self { inner: self.inner.clone() }
+    }
+}
+
+impl<B: ContextParallelBackend> CpStep<B> {
+    pub(super) fn new(
+        config: Arc<ContextParallelConfig>,
+        [cp, loss]: [ProcessGroup; 2],
+        (documents, layout, size): (Arc<Documents>, Arc<TokenLayout>, [usize; 2]),
+        local: LocalStreams<B>,
+        media: Vec<StepMedia<B>>,
+    ) -> Result<Self, StepError> {
+        let prepared = Mutex::default();
+        Ok(Self { inner: Arc::new(Inner { config, cp, loss, documents, layout, size, local, media, prepared }) })
+    }
+
+    /// Rows of the batch.
+    pub fn batch_size(&self) -> usize {
+        self.inner.size[0]
+    }
+
+    /// Tokens of each row on this rank; at least 1.
+    pub fn local_len(&self) -> usize {
+        self.inner.layout.local_len(self.inner.cp.rank())
+    }
+
+    /// Tokens of each row as it came, before the layout's padding.
+    pub fn input_len(&self) -> usize {
+        self.inner.size[1]
+    }
+
+    /// The group over which the sequence is sharded.
+    pub fn group(&self) -> &ProcessGroup {
+        &self.inner.cp
+    }
+
+    /// The group over which the loss is averaged and gradients are summed.
+    pub fn loss_group(&self) -> &ProcessGroup {
+        &self.inner.loss
+    }
+
+    /// Which rank owns which tokens of the padded rows.
+    pub fn layout(&self) -> &TokenLayout {
+        &self.inner.layout
+    }
+
+    /// The documents, in padded rows.
+    pub fn documents(&self) -> &Documents {
+        &self.inner.documents
+    }
+
+    /// The device that the batch was sharded to.
+    pub fn device(&self) -> &B::Device {
+        &self.inner.local.device
+    }
+
+    /// Token ids: `[batch, local_tokens]`, or `[batch, padded seq]` where the primary stream is left whole.
+    ///
+    /// # Errors
+    /// The batch carries embeddings.
+    pub fn ids(&self) -> Result<Tensor<B, 2, Int>, StepError> {
+        match &self.inner.local.primary {
+            Primary::Ids(Some(ids)) => Ok(ids.clone()),
+            _ => Err(StepError::Missing { what: "ids".into(), available: "embeddings".into() }),
+        }
+    }
+
+    /// Embeddings: `[batch, local_tokens, hidden]`, or `[batch, padded seq, hidden]` where the primary stream is left whole.
+    ///
+    /// # Errors
+    /// The batch carries ids.
+    pub fn embeddings(&self) -> Result<Tensor<B, 3>, StepError> {
+        match &self.inner.local.primary {
+            Primary::Embeddings(Payload::Float(tensor)) => {
+                Ok(Tensor::from_primitive(TensorPrimitive::Float(tensor.clone())))
+            }
+            _ => Err(StepError::Missing { what: "embeddings".into(), available: "ids".into() }),
+        }
+    }
+
+    /// Positions `[axes, batch, local_tokens]`: 1 axis, or as many as the batch gave.
+    pub fn positions(&self) -> Tensor<B, 3, Int> {
+        self.inner.local.positions.clone()
+    }
+
+    /// `[batch, local_tokens]`, true where a token is padding: the batch's own, or added by the layout.
+    pub fn padding_mask(&self) -> Tensor<B, 2, Bool> {
+        Tensor::from_data(self.inner.local.padding.clone(), self.device())
+    }
+
+    /// Labels of this rank's tokens, row by row; −100 is ignored. `None` where the batch has none.
+    pub fn labels(&self) -> Option<&[i64]> {
+        self.inner.local.labels.as_deref()
+    }
+
+    /// A further stream, cut like the tokens.
+    ///
+    /// # Errors
+    /// The batch does not carry it.
+    ///
+    /// # Panics
+    /// It has another kind of element, or another number of dims.
+    pub fn stream<const D: usize, K: CollectiveElement<B>>(&self, name: &str) -> Result<Tensor<B, D, K>, StepError> {
+        match self.inner.local.streams.get(name) {
+            Some(payload) => Ok(K::from_payload(payload.clone())),
+            None => Err(StepError::Missing {
+                what: format!("stream {name:?}"),
+                available: format!("{:?}", self.inner.local.streams.keys().collect::<Vec<_>>()),
+            }),
+        }
+    }
+
+    /// Deepstack features that the batch brought, each `[batch, local_tokens, hidden]`: zeros at tokens without one.
+    pub fn deepstack(&self) -> &[Tensor<B, 3>] {
+        &self.inner.local.deepstack
+    }
+
+    /// `[batch, local_tokens]`, true where an image's or video's feature replaces the token.
+    pub fn media_mask(&self) -> Tensor<B, 2, Bool> {
+        self.inner.local.media_rows.mask(self.device())
+    }
+
+    /// Feature rows of the whole batch's media, `[media tokens, width]`, at this rank's tokens: `[batch, local_tokens, width]`,
+    /// zeros where a token has none.
+    ///
+    /// # Panics
+    /// Another number of rows than the batch has placeholders.
+    pub fn scatter_media(&self, features: Tensor<B, 2>) -> Tensor<B, 3> {
+        self.inner.local.media_rows.scatter(features)
+    }
+
+    /// Runs a vision tower over the batch's media, split by frames over the group if the configuration says so. `None`, on
+    /// every rank, where the batch has none. Every rank of the group must call it.
+    ///
+    /// # Errors
+    /// The tower has another merge size than the media, or it fails on any rank.
+    pub fn encode_media<V: VisionTower<B>>(&self, tower: &V) -> Result<Option<VisionFeatures<B>>, StepError> {
+        let media = &self.inner.media;
+        if media.iter().all(|media| media.grids.is_empty()) {
+            return Ok(None);
+        }
+        if let Some(other) = media.iter().find(|media| media.merge != tower.spatial_merge_size()) {
+            return Err(StepError::Invalid {
+                what: "spatial_merge_size of the batch's media".into(),
+                expected: tower.spatial_merge_size().to_string(),
+                got: other.merge.to_string(),
+            });
+        }
+        let pixels: Vec<_> = media.iter().map(|media| media.pixels.clone()).collect();
+        let pixels = if pixels.len() == 1 { pixels[0].clone() } else { Tensor::cat(pixels, 0) };
+        let grids: Vec<_> = media.iter().flat_map(|media| media.grids.iter().copied()).collect();
+        let sharded = FrameSharded::new(tower, &self.inner.cp, &self.inner.config.vision);
+        Ok(Some(sharded.forward(pixels, &grids)?))
+    }
+
+    /// The plan of attention under a mask: who computes what, and which tokens move. Made once per mask and step.
+    ///
+    /// # Errors
+    /// Numbers past 64 bits.
+    pub fn plan(&self, mask: MaskKind) -> Result<Arc<AttentionPlan>, StepError> {
+        Ok(self.prepared(mask)?.plan().clone())
+    }
+
+    pub(crate) fn prepared(&self, mask: MaskKind) -> Result<Arc<PreparedAttention>, StepError> {
+        let mut made = self.inner.prepared.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(prepared) = made.get(&mask) {
+            return Ok(prepared.clone());
+        }
+        let plan = AttentionPlan::new(self.inner.documents.clone(), self.inner.layout.clone(), mask)?;
+        let prepared = Arc::new(PreparedAttention::new(Arc::new(plan), self.inner.cp.rank())?);
+        made.insert(mask, prepared.clone());
+        Ok(prepared)
+    }
+
+    /// Attention of this rank's tokens over their documents: `q [batch, num_heads, local_tokens, head_dim]`, `k` and `v`
+    /// `[batch, num_kv_heads, local_tokens, head_dim]` -> `[batch, num_heads, local_tokens, v_head_dim]`; 0 at padding.
+    ///
+    /// Every rank of the group must call it, in the same order. Differentiable: the backward pass runs the adjoint of the
+    /// exchange, also on a rank that is all padding.
+    ///
+    /// # Panics
+    /// Shapes that do not fit the step. A failure between ranks ends this one with a typed panic.
+    pub fn attention(
+        &self,
+        q: Tensor<B, 4>,
+        k: Tensor<B, 4>,
+        v: Tensor<B, 4>,
+        options: &AttentionOptions,
+    ) -> Tensor<B, 4> {
+        let call = self.attention_call(options);
+        let [q, k, v] = [q, k, v].map(|tensor| tensor.into_primitive().tensor());
+        Tensor::from_primitive(TensorPrimitive::Float(B::context_attention(q, k, v, &call)))
+    }
+
+    /// What [`Self::attention`] runs, for callers below autodiff that want the log-sum-exponentials too
+    /// ([`attend_with_lse`](crate::attention::attend_with_lse)).
+    ///
+    /// # Panics
+    /// The documents cannot be planned under this mask: numbers past 64 bits.
+    pub fn attention_call(&self, options: &AttentionOptions) -> AttentionCall {
+        let prepared = self.prepared(options.mask).unwrap_or_else(|error| panic!("attention: {error}"));
+        AttentionCall::new(prepared, self.inner.cp.clone(), self.inner.config.exchange, options)
+    }
+}

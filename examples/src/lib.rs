@@ -1,0 +1,3 @@
+//! stub
+pub mod data;
+pub mod models;

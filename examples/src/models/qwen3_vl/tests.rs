@@ -1,0 +1,146 @@
+//! The tower and the initial weights; whole models are tested over ranks elsewhere.
+
+use burn::{
+    backend::{Autodiff, Flex},
+    module::{ModuleVisitor, Param},
+    tensor::{Tensor, TensorData},
+};
+use burn_cp::vision::{VisionFeatures, VisionTower};
+
+use super::*;
+
+fn pixels<B: Backend>(rows: usize, patch_dim: usize) -> Tensor<B, 2> {
+    let values: Vec<f32> = (0..rows * patch_dim).map(|i| (i as f32 * 0.37).sin()).collect();
+    Tensor::from_data(TensorData::new(values, [rows, patch_dim]), &Default::default())
+}
+
+fn all_features<B: Backend>(features: VisionFeatures<B>) -> Vec<Tensor<B, 2>> {
+    std::iter::once(features.embeddings).chain(features.deepstack).collect()
+}
+
+/// Path, shape and values of every parameter.
+#[derive(Default)]
+struct Collect {
+    path: Vec<String>,
+    found: Vec<(String, Vec<usize>, Vec<f32>)>,
+}
+
+impl<B: Backend> ModuleVisitor<B> for Collect {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+        let data = param.val().into_data();
+        self.found.push((self.path.join("."), data.shape.to_vec(), data.iter::<f32>().collect()));
+    }
+}
+
+fn parameters(config: &Qwen3VlConfig, seed: u64) -> Vec<(String, Vec<usize>, Vec<f32>)> {
+    let model = config.init::<Flex>(&Default::default(), seed).unwrap();
+    let mut collect = Collect::default();
+    model.visit(&mut collect);
+    collect.found
+}
+
+#[test]
+fn a_frame_does_not_depend_on_the_others() {
+    let config = Qwen3VlConfig::tiny(64);
+    let tower = config.init::<Flex>(&Default::default(), 3).unwrap().model.visual;
+    let patch_dim = config.vision_config.patch_dim();
+    let all = pixels::<Flex>(8 + 2 * 4, patch_dim);
+    let whole = all_features(tower.forward(all.clone(), &[[1, 2, 4], [2, 2, 2]]));
+    let parts = [(0, 8, [1, 2, 4]), (8, 4, [1, 2, 2]), (12, 4, [1, 2, 2])];
+    let parts: Vec<_> = parts
+        .map(|(start, rows, grid)| {
+            all_features(tower.forward(all.clone().narrow(0, start, rows), &[grid]))
+        })
+        .into();
+    for (layer, whole) in whole.into_iter().enumerate() {
+        assert_eq!(whole.dims(), [4, config.text_config.hidden_size]);
+        let parts = Tensor::cat(parts.iter().map(|part| part[layer].clone()).collect(), 0);
+        let difference: f32 = (whole - parts).abs().max().into_scalar();
+        assert!(difference < 1e-5, "layer {layer}: {difference}");
+    }
+}
+
+#[test]
+fn a_patch_depends_on_its_whole_frame_and_on_its_place() {
+    let config = Qwen3VlConfig::tiny(64);
+    let tower = config.init::<Flex>(&Default::default(), 3).unwrap().model.visual;
+    let patch_dim = config.vision_config.patch_dim();
+    let run = |pixels| tower.forward(pixels, &[[1, 2, 4]]).embeddings;
+    let first = run(pixels::<Flex>(8, patch_dim));
+    let changed = pixels::<Flex>(8, patch_dim);
+    let changed = Tensor::cat(vec![changed.clone().narrow(0, 0, 4), changed.narrow(0, 4, 4) * 2.0], 0);
+    let moved: f32 = (run(changed) - first).narrow(0, 0, 1).abs().max().into_scalar();
+    assert!(moved > 1e-4, "{moved}");
+    let same = run(Tensor::ones([8, patch_dim], &Default::default()));
+    let apart: f32 =
+        (same.clone().narrow(0, 0, 1) - same.narrow(0, 1, 1)).abs().max().into_scalar();
+    assert!(apart > 1e-5, "{apart}");
+}
+
+#[test]
+fn initial_weights_depend_only_on_the_seed() {
+    let config = Qwen3VlConfig::tiny(64);
+    let first = parameters(&config, 7);
+    // What the process-wide generator did meanwhile does not matter.
+    let _ = Tensor::<Flex, 1>::random([5], burn::tensor::Distribution::Default, &Default::default());
+    let other = std::thread::spawn({
+        let config = config.clone();
+        move || parameters(&config, 7)
+    });
+    assert_eq!(first, other.join().unwrap());
+    assert_ne!(first, parameters(&config, 8));
+}
+
+#[test]
+fn parameters_have_the_published_names_and_scales() {
+    let tied = parameters(&Qwen3VlConfig::small(64), 1);
+    let untied = Qwen3VlConfig { tie_word_embeddings: Some(false), ..Qwen3VlConfig::small(64) };
+    let untied = parameters(&untied, 1);
+    let shape = |parameters: &[(String, Vec<usize>, Vec<f32>)], name: &str| {
+        parameters.iter().find(|(path, ..)| path == name).map(|(_, shape, _)| shape.clone())
+    };
+    for (name, expected) in [
+        ("model.language_model.embed_tokens.weight", vec![64, 64]),
+        ("model.language_model.layers.2.self_attn.k_proj.weight", vec![64, 32]),
+        ("model.language_model.layers.0.self_attn.q_norm.gamma", vec![16]),
+        ("model.language_model.layers.1.mlp.down_proj.weight", vec![160, 64]),
+        ("model.language_model.norm.gamma", vec![64]),
+        ("model.visual.patch_embed.proj.weight", vec![32, 64]),
+        ("model.visual.pos_embed.weight", vec![16, 64]),
+        ("model.visual.blocks.1.attn.qkv.weight", vec![64, 192]),
+        ("model.visual.merger.linear_fc2.weight", vec![256, 64]),
+        ("model.visual.merger.norm.gamma", vec![64]),
+        ("model.visual.deepstack_merger_list.0.norm.gamma", vec![256]),
+    ] {
+        assert_eq!(shape(&tied, name), Some(expected), "{name}");
+    }
+    assert_eq!(shape(&tied, "lm_head.weight"), None);
+    assert_eq!(shape(&untied, "lm_head.weight"), Some(vec![64, 64]));
+    for (path, _, values) in &tied {
+        let size = values.iter().map(|value| value * value).sum::<f32>() / values.len() as f32;
+        let expected = match path.rsplit('.').next() {
+            Some("gamma") => 1.0,
+            Some("bias" | "beta") => 0.0,
+            _ => continue,
+        };
+        assert_eq!(size, expected, "{path}");
+    }
+}
+
+#[test]
+fn a_frozen_tower_is_not_trainable() {
+    let config = Qwen3VlConfig::tiny(64);
+    let model = config.init::<Autodiff<Flex>>(&Default::default(), 1).unwrap();
+    assert!(model.model.visual.is_trainable());
+    let frozen = model.freeze_vision();
+    assert!(!frozen.model.visual.is_trainable());
+    assert!(frozen.model.language_model.norm.gamma.is_require_grad());
+}
