@@ -34,3 +34,7 @@ pub mod optim;
 pub mod plan;
 pub mod sharder;
 pub mod vision;
+
+#[cfg(doctest)]
+#[doc = include_str!("../../README.md")]
+struct ReadmeExample;

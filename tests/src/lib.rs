@@ -1,1 +1,16 @@
-//! stub
+//! What the tests across ranks share: random inputs, host arrays, worlds of threads, and attention written twice without any
+//! code of burn-cp, once in plain `f64` and once in Burn's tensor operations.
+//!
+//! Nothing here is a test.
+
+mod attention;
+mod cases;
+mod host;
+mod random;
+mod worlds;
+
+pub use attention::{Attention, Problem, attention_in_f64, attention_in_tensor_ops, visible};
+pub use cases::{random_documents, random_layout, random_mask};
+pub use host::{Host, floats, ints, relative_error, to_bits};
+pub use random::Random;
+pub use worlds::{backward, on_groups, on_ranks, sharder, with_deadline};

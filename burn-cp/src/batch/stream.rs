@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use burn::tensor::{
-    DType, Scalar, Tensor, TensorData, backend::Backend,
+    Bool, DType, Scalar, Shape, Tensor, TensorData, TensorPrimitive, backend::Backend,
 };
 use serde::{Deserialize, Serialize};
 
@@ -122,8 +122,10 @@ pub(crate) fn shard_payload<B: Backend>(
 ) -> Payload<B> {
     let len = payload.shape()[dim];
     let mut parts = Vec::new();
+    let mut num_real = 0;
     for range in ranges {
         let real = range.start.min(len)..range.end.min(len);
+        num_real += real.len();
         if !real.is_empty() {
             parts.push(payload.rows(dim, &real));
         }
@@ -131,7 +133,28 @@ pub(crate) fn shard_payload<B: Backend>(
             parts.push(filled(payload, dim, range.len() - real.len(), fill));
         }
     }
+    if let (Payload::Float(_), 0, Some(first)) = (payload, num_real, parts.first_mut()) {
+        let num_rows = first.shape()[dim];
+        let mut rows = vec![anchored(payload, dim, fill)];
+        if num_rows > 1 {
+            rows.push(first.rows(dim, &(1..num_rows)));
+        }
+        *first = Payload::concat(rows, dim, payload);
+    }
     Payload::concat(parts, dim, payload)
+}
+
+/// One row of `fill` that is a function of the tensor, with a gradient of 0: a rank that holds none of its rows must be on its
+/// graph all the same, as the other ranks are.
+fn anchored<B: Backend>(payload: &Payload<B>, dim: usize, fill: f64) -> Payload<B> {
+    let row = payload.rows(dim, &(0..1));
+    let shape = row.shape();
+    let Payload::Float(row) = row else { return row };
+    let flat = B::float_reshape(row, Shape::new([shape.num_elements()]));
+    let flat = Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(flat));
+    let all = Tensor::<B, 1, Bool>::ones(flat.shape(), &flat.device());
+    let filled = flat.mask_fill(all, fill).into_primitive().tensor();
+    Payload::Float(B::float_reshape(filled, shape))
 }
 
 fn filled<B: Backend>(like: &Payload<B>, dim: usize, len: usize, fill: f64) -> Payload<B> {

@@ -1,9 +1,12 @@
 //! Which ranges of rows travel between which pairs of ranks.
 
-use std::ops::Range;
+use std::{
+    hash::{Hash, Hasher},
+    ops::Range,
+};
 
 /// A run of rows of the result: where it comes from.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Piece {
     /// Rank of the group that holds the rows.
     pub source: usize,
@@ -57,6 +60,8 @@ pub struct ExchangePlan {
     output_len: usize,
     pieces: Vec<Piece>,
     sends: Vec<SentRange>,
+    /// Of the whole exchange, equal on every rank.
+    fingerprint: u64,
 }
 
 impl ExchangePlan {
@@ -92,7 +97,17 @@ impl ExchangePlan {
         }
         let mine: Vec<Piece> = pieces[rank].iter().filter(|piece| !piece.range.is_empty()).cloned().collect();
         let output_len = mine.iter().map(|piece| piece.range.len()).sum();
-        Ok(Self { world_size: pieces.len(), input_len: input_lens[rank], output_len, pieces: mine, sends })
+        // Compared within one run of one program, where this hash is stable.
+        let mut hasher = std::hash::DefaultHasher::new();
+        (input_lens, pieces).hash(&mut hasher);
+        Ok(Self {
+            world_size: pieces.len(),
+            input_len: input_lens[rank],
+            output_len,
+            pieces: mine,
+            sends,
+            fingerprint: hasher.finish(),
+        })
     }
 
     /// The plan of an all-to-all in which rank `s` sends `matrix[s][d]` consecutive rows to each rank `d`, in rank order.
@@ -108,6 +123,11 @@ impl ExchangePlan {
         let lens: Vec<usize> = matrix.iter().map(|row| row.iter().sum()).collect();
         // Built from the matrix itself, so every piece lies within its source.
         Self::new(&lens, &pieces, rank).expect("an all-to-all's pieces lie within their sources")
+    }
+
+    /// Equal on two ranks if and, up to chance, only if they hold views of one exchange.
+    pub(crate) fn fingerprint(&self) -> u64 {
+        self.fingerprint
     }
 
     /// Number of ranks.
@@ -160,5 +180,15 @@ mod tests {
         let error = ExchangePlan::new(&[2, 3], &pieces, 0).unwrap_err();
         assert_eq!(error, ExchangeError::Piece { rank: 0, source_rank: 1, start: 2, end: 4, len: Some(3) });
         assert!(ExchangePlan::new(&[2, 3], &[vec![], vec![Piece { source: 5, range: 0..1 }]], 0).is_err());
+    }
+
+    #[test]
+    fn ranks_of_one_exchange_have_one_fingerprint() {
+        let pieces = vec![vec![Piece { source: 1, range: 0..2 }], vec![Piece { source: 0, range: 0..2 }]];
+        let of = |pieces: &[Vec<Piece>], rank| ExchangePlan::new(&[2, 3], pieces, rank).unwrap().fingerprint();
+        assert_eq!(of(&pieces, 0), of(&pieces, 1));
+        let mut others = pieces.clone();
+        others[1][0].range = 0..1;
+        assert_ne!(of(&pieces, 0), of(&others, 0), "also for a rank whose own view is the same");
     }
 }

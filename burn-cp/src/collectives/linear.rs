@@ -90,9 +90,9 @@ impl Collective {
             }
             Self::ReduceScatter { dim, sizes: all } => format!("dim {dim}, sizes {all:?}"),
             Self::AllReduce => String::new(),
-            Self::Exchange { dim, .. } | Self::ExchangeReverse { dim, .. } => {
+            Self::Exchange { dim, plan } | Self::ExchangeReverse { dim, plan } => {
                 sizes[*dim] = None;
-                format!("dim {dim}")
+                format!("dim {dim}, ranges {:016x}", plan.fingerprint())
             }
             Self::Broadcast { root } | Self::Reduce { root } => format!("root {root}"),
         };

@@ -53,9 +53,8 @@ impl Groups {
         key.dedup();
         let mut made = self.made.lock().unwrap_or_else(PoisonError::into_inner);
         let group = made.entry(key.clone()).or_insert_with(|| {
-            let index = ranks.iter().position(|&rank| rank == self.context.rank()).unwrap_or_default();
             let name = format!("{}{ranks:?}", key.join("x"));
-            ProcessGroup::threads(&self.context.hub, name.into(), ranks, index).with_order(self.order.clone())
+            self.context.group(&name, ranks).with_order(self.order.clone())
         });
         Ok(group.clone())
     }

@@ -55,7 +55,7 @@ pub enum CommError {
         missing: Vec<usize>,
         /// How long this rank waited.
         waited: Duration,
-        /// What the first missing rank was last seen doing.
+        /// What the rank that this wait comes down to was last seen doing.
         last_seen: Option<String>,
     },
     /// A rank's program ended although its peers still need it.

@@ -224,7 +224,8 @@ impl ProcessGroup {
         }
     }
 
-    fn fail(&self, rank: usize, op: &str, cause: FailureCause) {
+    /// Makes a rank's failure the world's first, if there is none yet.
+    pub(crate) fn fail(&self, rank: usize, op: &str, cause: FailureCause) {
         if let Transport::Threads(hub) = &self.shared.transport {
             hub.fail(rank, Some(op.to_owned()), cause);
         }

@@ -9,6 +9,7 @@ use std::{
 };
 
 use super::{
+    ProcessGroup,
     error::{CommError, FailureCause, RankFailure},
     signature::Signature,
 };
@@ -24,9 +25,29 @@ pub(crate) struct MeetingKey {
     pub(crate) number: u64,
 }
 
+impl MeetingKey {
+    fn describe(&self, signature: &Signature) -> String {
+        format!("{signature} #{} of group {}", self.number, self.group)
+    }
+}
+
 struct Meeting {
+    ranks: Vec<usize>,
     parcels: Vec<Option<(Signature, Parcel)>>,
     num_taken: usize,
+}
+
+impl Meeting {
+    fn missing(&self) -> Vec<usize> {
+        self.ranks.iter().zip(&self.parcels).filter(|(_, parcel)| parcel.is_none()).map(|(&rank, _)| rank).collect()
+    }
+}
+
+/// Where a rank waits, and for what.
+#[derive(Debug, Clone)]
+struct Waiting {
+    key: MeetingKey,
+    op: String,
 }
 
 #[derive(Default)]
@@ -34,7 +55,53 @@ struct State {
     failure: Option<RankFailure>,
     meetings: HashMap<MeetingKey, Meeting>,
     last_op: Vec<Option<String>>,
+    waiting: Vec<Option<Waiting>>,
     ended: Vec<bool>,
+}
+
+impl State {
+    /// The operation in which a rank waits for ranks that have not come; `None` if it can go on.
+    fn blocked(&self, rank: usize) -> Option<&Waiting> {
+        let waiting = self.waiting[rank].as_ref()?;
+        self.meetings.get(&waiting.key).is_some_and(|meeting| !meeting.missing().is_empty()).then_some(waiting)
+    }
+
+    /// Whom a wait in `op` for `missing` comes down to, and the operation that waits for that rank: missing ranks may
+    /// themselves wait for others.
+    fn culprit(&self, op: &str, missing: &[usize]) -> (usize, String) {
+        let (mut missing, mut op) = (missing.to_vec(), op.to_owned());
+        let mut seen = Vec::new();
+        // Follows the waiting ranks first: the innermost wait is the one that holds up the others.
+        while let Some((rank, waiting)) = missing
+            .iter()
+            .filter(|rank| !seen.contains(*rank))
+            .find_map(|&rank| Some((rank, self.blocked(rank)?)))
+        {
+            seen.push(rank);
+            op.clone_from(&waiting.op);
+            missing = self.meetings.get(&waiting.key).map(Meeting::missing).unwrap_or_default();
+        }
+        let free = missing.iter().find(|&&rank| self.blocked(rank).is_none());
+        (free.copied().unwrap_or(missing[0]), op)
+    }
+
+    /// The error of a group whose ranks all wait for each other, in different operations.
+    fn crossed(&self, group: &Arc<str>, ranks: &[usize]) -> Option<(usize, String, CommError)> {
+        let waiting: Vec<&Waiting> = ranks.iter().map_while(|&rank| self.blocked(rank)).collect();
+        if waiting.len() < ranks.len() || waiting.iter().any(|waiting| waiting.key.group != *group) {
+            return None;
+        }
+        let keys: Vec<&MeetingKey> = waiting.iter().map(|waiting| &waiting.key).collect();
+        let (odd, expected) = odd_one_out(&keys)?;
+        let error = CommError::Mismatch {
+            group: group.to_string(),
+            number: keys[expected].number,
+            rank: ranks[odd],
+            expected: waiting[expected].op.clone(),
+            got: waiting[odd].op.clone(),
+        };
+        Some((ranks[odd], waiting[odd].op.clone(), error))
+    }
 }
 
 /// The shared table of one world.
@@ -59,7 +126,12 @@ pub(crate) struct Attendance<'a> {
 
 impl Hub {
     pub(crate) fn new(world_size: usize, deadline: Duration) -> Arc<Self> {
-        let state = State { last_op: vec![None; world_size], ended: vec![false; world_size], ..State::default() };
+        let state = State {
+            last_op: vec![None; world_size],
+            waiting: vec![None; world_size],
+            ended: vec![false; world_size],
+            ..State::default()
+        };
         Arc::new(Self { world_size, deadline, state: Mutex::new(state), changed: Condvar::new() })
     }
 
@@ -108,7 +180,7 @@ impl Hub {
         signature: Signature,
         parcel: Parcel,
     ) -> Result<Vec<Parcel>, CommError> {
-        let op = format!("{signature} #{} of group {}", key.number, key.group);
+        let op = key.describe(&signature);
         let rank = attendance.ranks[attendance.index];
         let start = Instant::now();
         let mut state = self.lock();
@@ -116,49 +188,62 @@ impl Hub {
             return Err(failure.as_peer_failure());
         }
         state.last_op[rank] = Some(op.clone());
-        let num_ranks = attendance.ranks.len();
-        let meeting = state
-            .meetings
-            .entry(key.clone())
-            .or_insert_with(|| Meeting { parcels: (0..num_ranks).map(|_| None).collect(), num_taken: 0 });
+        let ranks = attendance.ranks;
+        let meeting = state.meetings.entry(key.clone()).or_insert_with(|| Meeting {
+            ranks: ranks.to_vec(),
+            parcels: ranks.iter().map(|_| None).collect(),
+            num_taken: 0,
+        });
         meeting.parcels[attendance.index] = Some((signature, parcel));
-        if meeting.parcels.iter().all(Option::is_some) {
+        if meeting.missing().is_empty() {
             self.changed.notify_all();
+        } else {
+            state.waiting[rank] = Some(Waiting { key: key.clone(), op: op.clone() });
         }
-        loop {
+        // A meeting that is complete counts, whatever has happened since: so all its ranks see the same outcome.
+        while let Some(missing) = state.meetings.get(key).map(Meeting::missing).filter(|missing| !missing.is_empty()) {
             if let Some(failure) = &state.failure {
                 return Err(failure.as_peer_failure());
             }
-            let missing = Self::missing(&state, key, attendance.ranks);
-            if missing.is_empty() {
-                break;
-            }
-            if let Some(&gone) = missing.iter().find(|&&rank| state.ended[rank]) {
-                let error = CommError::PeerLeft { op: op.clone(), rank: gone };
-                Self::record(&mut state, gone, Some(op), FailureCause::Comm(error.clone()));
-                self.changed.notify_all();
-                return Err(error);
-            }
             let waited = start.elapsed();
-            if waited >= self.deadline {
-                let last_seen = state.last_op[missing[0]].clone();
-                let error = CommError::Timeout { op: op.clone(), missing: missing.clone(), waited, last_seen };
-                Self::record(&mut state, missing[0], Some(op), FailureCause::Comm(error.clone()));
+            if let Some((culprit, its_op, error)) = self.give_up(&state, key, &missing, &op, waited) {
+                Self::record(&mut state, culprit, Some(its_op), FailureCause::Comm(error.clone()));
                 self.changed.notify_all();
                 return Err(error);
             }
             state = self
                 .changed
-                .wait_timeout(state, self.deadline - waited)
+                .wait_timeout(state, self.deadline.saturating_sub(waited))
                 .unwrap_or_else(PoisonError::into_inner)
                 .0;
         }
+        state.waiting[rank] = None;
         self.collect(state, key, attendance, op)
     }
 
-    fn missing(state: &State, key: &MeetingKey, ranks: &[usize]) -> Vec<usize> {
-        let Some(meeting) = state.meetings.get(key) else { return Vec::new() };
-        ranks.iter().zip(&meeting.parcels).filter(|(_, parcel)| parcel.is_none()).map(|(&rank, _)| rank).collect()
+    /// Whether waiting on is useless: whose fault it is, in which operation, and the error.
+    fn give_up(
+        &self,
+        state: &State,
+        key: &MeetingKey,
+        missing: &[usize],
+        op: &str,
+        waited: Duration,
+    ) -> Option<(usize, String, CommError)> {
+        if let Some(&gone) = missing.iter().find(|&&rank| state.ended[rank]) {
+            return Some((gone, op.to_owned(), CommError::PeerLeft { op: op.to_owned(), rank: gone }));
+        }
+        let ranks = &state.meetings.get(key)?.ranks;
+        if let Some(crossed) = state.crossed(&key.group, ranks) {
+            return Some(crossed);
+        }
+        if waited < self.deadline {
+            return None;
+        }
+        let (culprit, its_op) = state.culprit(op, missing);
+        let last_seen = state.last_op[culprit].clone();
+        let error = CommError::Timeout { op: op.to_owned(), missing: missing.to_vec(), waited, last_seen };
+        Some((culprit, its_op, error))
     }
 
     fn collect(
@@ -186,7 +271,8 @@ impl Hub {
                 expected: signatures[expected].to_string(),
                 got: signatures[odd].to_string(),
             };
-            Self::record(&mut state, attendance.ranks[odd], Some(op), FailureCause::Comm(error.clone()));
+            let its_op = key.describe(&signatures[odd]);
+            Self::record(&mut state, attendance.ranks[odd], Some(its_op), FailureCause::Comm(error.clone()));
             drop(state);
             self.changed.notify_all();
             return Err(error);
@@ -211,11 +297,17 @@ pub(crate) fn odd_one_out<T: PartialEq>(values: &[T]) -> Option<(usize, usize)> 
 /// A rank's place in its world, handed to its closure by [`launch`](crate::launch).
 #[derive(Debug, Clone)]
 pub struct RankContext {
-    pub(crate) rank: usize,
-    pub(crate) hub: Arc<Hub>,
+    rank: usize,
+    hub: Arc<Hub>,
+    /// Groups that are bound twice share their numbering, so that no number is used twice.
+    groups: Arc<Mutex<HashMap<Arc<str>, ProcessGroup>>>,
 }
 
 impl RankContext {
+    pub(crate) fn new(rank: usize, hub: Arc<Hub>) -> Self {
+        Self { rank, hub, groups: Arc::default() }
+    }
+
     /// This rank, in `0..world_size`.
     pub fn rank(&self) -> usize {
         self.rank
@@ -228,6 +320,20 @@ impl RankContext {
 
     /// A world of one rank, without threads and without communication.
     pub fn solo() -> Self {
-        Self { rank: 0, hub: Hub::new(1, super::DEFAULT_DEADLINE) }
+        Self::new(0, Hub::new(1, super::DEFAULT_DEADLINE))
+    }
+
+    pub(crate) fn hub(&self) -> &Arc<Hub> {
+        &self.hub
+    }
+
+    /// The group of this name. A name stands for the same ranks wherever it is used.
+    pub(crate) fn group(&self, name: &str, ranks: Vec<usize>) -> ProcessGroup {
+        let mut groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
+        let made = groups.entry(name.into()).or_insert_with(|| {
+            let index = ranks.iter().position(|&rank| rank == self.rank).unwrap_or_default();
+            ProcessGroup::threads(&self.hub, name.into(), ranks, index)
+        });
+        made.clone()
     }
 }

@@ -11,7 +11,8 @@
 //! and all signatures agree. What can go wrong ends the wait of every rank:
 //!
 //! * another rank failed: [`CommError::PeerFailed`] with its rank, what it was doing, and why;
-//! * the ranks are not in the same operation: [`CommError::Mismatch`] with both signatures, on every rank;
+//! * the ranks are not in the same operation: [`CommError::Mismatch`] with both signatures, on every rank; where host messages
+//!   and tensor operations cross, on the rank that finds out, and as the cause of the others' [`CommError::PeerFailed`];
 //! * a rank does not arrive before the deadline, or ended without arriving: [`CommError::Timeout`], [`CommError::PeerLeft`].
 //!
 //! The first failure of a world is kept and is the one that the launcher reports.
@@ -21,6 +22,8 @@ mod error;
 mod group;
 mod hub;
 mod signature;
+#[cfg(test)]
+mod tests;
 
 pub use bind::{Groups, bind};
 pub use error::{CommError, FailureCause, RankFailure};
@@ -28,7 +31,7 @@ pub use group::{ProcessGroup, ProgramOrder};
 pub use hub::RankContext;
 pub use signature::{CollectiveKind, Signature};
 
-pub(crate) use hub::Hub;
+pub(crate) use hub::{Hub, odd_one_out};
 
 /// How long a rank waits for its peers unless told otherwise: ten minutes.
 pub const DEFAULT_DEADLINE: std::time::Duration = std::time::Duration::from_secs(600);

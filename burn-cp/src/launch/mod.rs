@@ -87,7 +87,7 @@ where
     let results = thread::scope(|scope| {
         let mut handles = Vec::with_capacity(world_size);
         for rank in 0..world_size {
-            let context = RankContext { rank, hub: hub.clone() };
+            let context = RankContext::new(rank, hub.clone());
             let f = &f;
             let handle = builder(rank, &options).spawn_scoped(scope, move || run_rank(context, f));
             match handle {
@@ -125,7 +125,7 @@ where
     let f = Arc::new(f);
     let (sender, receiver) = mpsc::channel();
     for rank in 0..world_size {
-        let context = RankContext { rank, hub: hub.clone() };
+        let context = RankContext::new(rank, hub.clone());
         let (f, sender) = (f.clone(), sender.clone());
         let spawned = builder(rank, &options).spawn(move || {
             let result = run_rank(context, &*f);
@@ -185,7 +185,7 @@ where
     F: Fn(RankContext) -> Result<T, E>,
     E: Into<Box<dyn Error + Send + Sync>>,
 {
-    let (rank, hub) = (context.rank, context.hub.clone());
+    let (rank, hub) = (context.rank(), context.hub().clone());
     let outcome = catch_unwind(AssertUnwindSafe(|| f(context)));
     let (value, cause) = match outcome {
         Ok(Ok(value)) => (Some(value), None),

@@ -84,7 +84,8 @@ impl<B: ContextParallelBackend> CpStep<B> {
     pub fn cross_entropy_over(&self, logits: Tensor<B, 3>, num_labels: NumLabels) -> Result<TokenLoss<B>, StepError> {
         let sum = self.cross_entropy_sum(logits)?;
         #[allow(clippy::cast_precision_loss)]
-        let local = sum.div_scalar(num_labels.global.max(1) as f64);
+        // Not a division: Burn rounds the gradient of one by a scalar to f32, also in f64.
+        let local = sum.mul_scalar(1.0 / num_labels.global.max(1) as f64);
         let global = collectives::all_reduce(local.clone().detach(), self.loss_group());
         Ok(TokenLoss { local, global, group: self.loss_group().clone() })
     }

@@ -75,7 +75,8 @@ impl ContextParallelAttentionConfig {
         if let Some(epsilon) = self.qk_norm.filter(|epsilon| !(*epsilon > 0.0)) {
             return Err(NnError::field("qk_norm", "a positive number", epsilon));
         }
-        self.rope.map_or(Ok(()), |rope| rope.validate(self.head_dim))
+        self.rope
+            .map_or(Ok(()), |rope| rope.validate(self.head_dim))
     }
 
     /// Makes the layer; its parameters are lazy, as all of Burn's.
@@ -94,9 +95,15 @@ impl ContextParallelAttentionConfig {
                 .with_initializer(self.initializer.clone())
                 .init(device)
         };
-        let norm =
-            |epsilon| RmsNormConfig::new(self.head_dim).with_epsilon(epsilon).init(device);
-        let (q, kv) = (self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim);
+        let norm = |epsilon| {
+            RmsNormConfig::new(self.head_dim)
+                .with_epsilon(epsilon)
+                .init(device)
+        };
+        let (q, kv) = (
+            self.num_heads * self.head_dim,
+            self.num_kv_heads * self.head_dim,
+        );
         Ok(ContextParallelAttention {
             q_proj: linear(self.d_model, q, self.qkv_bias),
             k_proj: linear(self.d_model, kv, self.qkv_bias),
@@ -155,7 +162,8 @@ impl<B: ContextParallelBackend> ContextParallelAttention<B> {
 
     /// The rotary tables of the step's positions; `None` for a layer without rotary embedding. Exchanges nothing.
     pub fn tables(&self, step: &CpStep<B>) -> Option<RotaryTables<B>> {
-        self.rope.map(|rope| RotaryTables::new(step.positions(), &rope, self.head_dim))
+        self.rope
+            .map(|rope| RotaryTables::new(step.positions(), &rope, self.head_dim))
     }
 
     /// [`Self::forward`] with queries and keys rotated by `tables`, or not at all.
@@ -175,7 +183,8 @@ impl<B: ContextParallelBackend> ContextParallelAttention<B> {
         let v = self.heads(self.v_proj.forward(x), None, None);
         let out = step.attention(q, k, v, &self.options());
         let width = out.dims()[1] * self.head_dim;
-        self.o_proj.forward(out.swap_dims(1, 2).reshape([batch, tokens, width]))
+        self.o_proj
+            .forward(out.swap_dims(1, 2).reshape([batch, tokens, width]))
     }
 
     fn options(&self) -> AttentionOptions {
@@ -212,7 +221,11 @@ impl<B: ContextParallelBackend> ContextParallelAttention<B> {
 /// `RmsNorm::forward` takes the mean in f32 whatever the dtype, which leaves f64 models with the accuracy of f32.
 pub fn rms_norm<B: Backend, const D: usize>(norm: &RmsNorm<B>, x: Tensor<B, D>) -> Tensor<B, D> {
     let dtype = x.dtype();
-    let wide = x.cast(if dtype == DType::F64 { DType::F64 } else { DType::F32 });
+    let wide = x.cast(if dtype == DType::F64 {
+        DType::F64
+    } else {
+        DType::F32
+    });
     let mean_square = (wide.clone() * wide.clone()).mean_dim(D - 1);
     let normed = wide / (mean_square + norm.epsilon).sqrt();
     normed.cast(dtype) * norm.gamma.val().unsqueeze()
@@ -230,28 +243,51 @@ mod tests {
 
     #[test]
     fn contradicting_fields_are_refused_by_name() {
-        let what = |config: ContextParallelAttentionConfig| match config.init::<Flex>(&Default::default()) {
+        let what = |config: ContextParallelAttentionConfig| match config
+            .init::<Flex>(&Default::default())
+        {
             Err(NnError::Field { what, .. }) => what,
             Err(NnError::HeadGroups { .. }) => "groups",
             Err(NnError::Sections { .. }) => "sections",
             Ok(_) => "none",
         };
         let rope = RotaryConfig::new(1e4);
-        assert_eq!(what(config().with_rope(Some(rope)).with_qk_norm(Some(1e-6))), "none");
-        assert_eq!(what(ContextParallelAttentionConfig::new(0, 4, 2, 16)), "d_model");
-        assert_eq!(what(ContextParallelAttentionConfig::new(64, 4, 0, 16)), "num_kv_heads");
-        assert_eq!(what(ContextParallelAttentionConfig::new(64, 4, 3, 16)), "groups");
+        assert_eq!(
+            what(config().with_rope(Some(rope)).with_qk_norm(Some(1e-6))),
+            "none"
+        );
+        assert_eq!(
+            what(ContextParallelAttentionConfig::new(0, 4, 2, 16)),
+            "d_model"
+        );
+        assert_eq!(
+            what(ContextParallelAttentionConfig::new(64, 4, 0, 16)),
+            "num_kv_heads"
+        );
+        assert_eq!(
+            what(ContextParallelAttentionConfig::new(64, 4, 3, 16)),
+            "groups"
+        );
         let odd = ContextParallelAttentionConfig::new(64, 4, 2, 15);
         assert_eq!(what(odd.clone()), "none");
         assert_eq!(what(odd.with_rope(Some(rope))), "head_dim");
-        assert_eq!(what(config().with_rope(Some(rope.with_sections([4, 4, 4])))), "sections");
-        assert_eq!(what(config().with_causal(false).with_window(Some(3))), "window");
+        assert_eq!(
+            what(config().with_rope(Some(rope.with_sections([4, 4, 4])))),
+            "sections"
+        );
+        assert_eq!(
+            what(config().with_causal(false).with_window(Some(3))),
+            "window"
+        );
         assert_eq!(what(config().with_qk_norm(Some(0.0))), "qk_norm");
     }
 
     #[test]
     fn projections_have_the_widths_of_their_heads() {
-        let layer = config().with_qk_norm(Some(1e-6)).init::<Flex>(&Default::default()).unwrap();
+        let layer = config()
+            .with_qk_norm(Some(1e-6))
+            .init::<Flex>(&Default::default())
+            .unwrap();
         assert_eq!(layer.q_proj.weight.dims(), [64, 64]);
         assert_eq!(layer.k_proj.weight.dims(), [64, 32]);
         assert_eq!(layer.o_proj.weight.dims(), [64, 64]);
@@ -261,8 +297,13 @@ mod tests {
     #[test]
     fn rms_norm_has_unit_mean_square() {
         let device = Default::default();
-        let norm = RmsNormConfig::new(4).with_epsilon(1e-12).init::<Flex>(&device);
-        let out = rms_norm(&norm, Tensor::<Flex, 2>::from_data([[3.0, -4.0, 0.0, 0.0]], &device));
+        let norm = RmsNormConfig::new(4)
+            .with_epsilon(1e-12)
+            .init::<Flex>(&device);
+        let out = rms_norm(
+            &norm,
+            Tensor::<Flex, 2>::from_data([[3.0, -4.0, 0.0, 0.0]], &device),
+        );
         let got: Vec<f64> = out.into_data().iter().collect();
         for (got, want) in got.into_iter().zip([1.2, -1.6, 0.0, 0.0]) {
             assert!((got - want).abs() < 1e-6);

@@ -40,6 +40,10 @@ impl NnError {
         expected: impl Into<String>,
         got: impl ToString,
     ) -> Self {
-        Self::Field { what, expected: expected.into(), got: got.to_string() }
+        Self::Field {
+            what,
+            expected: expected.into(),
+            got: got.to_string(),
+        }
     }
 }

@@ -1,6 +1,6 @@
 //! Do all ranks start with the same parameters, each with its own?
 
-use std::collections::HashMap;
+use std::{collections::HashMap, sync::Arc};
 
 use burn::{
     module::{Module, ModuleVisitor, Param},
@@ -10,7 +10,7 @@ use sha2::{Digest, Sha256};
 
 use crate::{
     collectives::CollectiveBackend,
-    comm::{CommError, ProcessGroup},
+    comm::{CommError, FailureCause, ProcessGroup, odd_one_out},
 };
 
 /// Ranks whose models do not fit together. Every rank of the group returns the same error.
@@ -25,9 +25,9 @@ pub enum ParameterError {
     Differ {
         /// Module path of the parameter.
         path: String,
-        /// Global rank that differs from the first rank.
+        /// Global rank that differs from most ranks.
         rank: usize,
-        /// What the first rank of the group has.
+        /// What most ranks have.
         expected: String,
         /// What `rank` has.
         got: String,
@@ -62,8 +62,9 @@ impl Fingerprint {
         format!("{} {:?} with hash {hash}", self.dtype, self.shape)
     }
 
-    fn same_values(&self, other: &Self) -> bool {
-        (&self.path, &self.shape, &self.dtype, self.hash) == (&other.path, &other.shape, &other.dtype, other.hash)
+    /// What must be equal on all ranks.
+    fn values(&self) -> (&str, &[usize], &str, [u8; 32]) {
+        (&self.path, &self.shape, &self.dtype, self.hash)
     }
 }
 
@@ -109,37 +110,35 @@ pub fn check_parameters<B: CollectiveBackend, M: Module<B>>(
     let mut mine = Collect::default();
     module.visit(&mut mine);
     let all = group.host_all_gather("parameters", mine.found)?;
-    let ranks = group.global_ranks();
+    let found = shared_leaf(&all, group.global_ranks()).or_else(|| difference(&all, group.global_ranks()));
+    let Some((rank, error)) = found else { return Ok(()) };
+    group.fail(rank, "the start-up check of parameters", FailureCause::Error(Arc::new(error.clone())));
+    Err(error)
+}
+
+/// Two ranks that hold one autodiff leaf: the later one, and the error.
+fn shared_leaf(all: &[Vec<Fingerprint>], ranks: &[usize]) -> Option<(usize, ParameterError)> {
     let mut leaves: HashMap<u64, usize> = HashMap::new();
-    for (&rank, found) in ranks.iter().zip(&all) {
+    for (&rank, found) in ranks.iter().zip(all) {
         for parameter in found {
             let Some(leaf) = parameter.leaf else { continue };
             if let Some(first) = leaves.insert(leaf, rank).filter(|&first| first != rank) {
-                return Err(ParameterError::SharedLeaf { path: parameter.path.clone(), first, second: rank });
+                return Some((rank, ParameterError::SharedLeaf { path: parameter.path.clone(), first, second: rank }));
             }
         }
     }
-    for (&rank, found) in ranks.iter().zip(&all).skip(1) {
-        compare(&all[0], found, rank)?;
-    }
-    Ok(())
+    None
 }
 
-fn compare(first: &[Fingerprint], other: &[Fingerprint], rank: usize) -> Result<(), ParameterError> {
-    let missing = || "no parameter".to_owned();
-    for i in 0..first.len().max(other.len()) {
-        let (expected, got) = (first.get(i), other.get(i));
-        let same = matches!((expected, got), (Some(expected), Some(got)) if expected.same_values(got));
-        if same {
-            continue;
-        }
-        let path = expected.or(got).map_or_else(String::new, |parameter| parameter.path.clone());
-        return Err(ParameterError::Differ {
-            path,
-            rank,
-            expected: expected.map_or_else(missing, Fingerprint::shown),
-            got: got.map_or_else(missing, Fingerprint::shown),
-        });
-    }
-    Ok(())
+/// The first rank whose parameters are not those of most ranks, and the first difference.
+fn difference(all: &[Vec<Fingerprint>], ranks: &[usize]) -> Option<(usize, ParameterError)> {
+    let values: Vec<Vec<_>> = all.iter().map(|found| found.iter().map(Fingerprint::values).collect()).collect();
+    let (odd, expected) = odd_one_out(&values)?;
+    let (got, expected) = (&all[odd], &all[expected]);
+    let same = |i: usize| got.get(i).map(Fingerprint::values) == expected.get(i).map(Fingerprint::values);
+    let i = (0..got.len().max(expected.len())).find(|&i| !same(i))?;
+    let shown = |found: &[Fingerprint]| found.get(i).map_or_else(|| "no parameter".to_owned(), Fingerprint::shown);
+    let path = expected.get(i).or(got.get(i)).map_or_else(String::new, |parameter| parameter.path.clone());
+    let error = ParameterError::Differ { path, rank: ranks[odd], expected: shown(expected), got: shown(got) };
+    Some((ranks[odd], error))
 }

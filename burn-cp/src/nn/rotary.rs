@@ -35,13 +35,19 @@ impl RotaryConfig {
     /// One axis.
     #[must_use]
     pub fn new(theta: f64) -> Self {
-        Self { theta, sections: None }
+        Self {
+            theta,
+            sections: None,
+        }
     }
 
     /// Three axes, interleaved.
     #[must_use]
     pub fn with_sections(self, sections: [usize; 3]) -> Self {
-        Self { sections: Some(sections), ..self }
+        Self {
+            sections: Some(sections),
+            ..self
+        }
     }
 
     /// Checks the values for heads of width `head_dim`.
@@ -51,15 +57,35 @@ impl RotaryConfig {
     /// `theta` not a positive number, an odd `head_dim`, or sections that do not share out its planes.
     pub fn validate(&self, head_dim: usize) -> Result<(), NnError> {
         if !(self.theta.is_finite() && self.theta > 0.0) {
-            return Err(NnError::field("rope.theta", "a positive number", self.theta));
+            return Err(NnError::field(
+                "rope.theta",
+                "a positive number",
+                self.theta,
+            ));
         }
         if head_dim == 0 || !head_dim.is_multiple_of(2) {
-            return Err(NnError::field("head_dim", "an even number with rotary", head_dim));
+            return Err(NnError::field(
+                "head_dim",
+                "an even number with rotary",
+                head_dim,
+            ));
         }
-        let Some(sections) = self.sections else { return Ok(()) };
-        let refuse = |expected| Err(NnError::Sections { head_dim, expected, sections });
+        let Some(sections) = self.sections else {
+            return Ok(());
+        };
+        let refuse = |expected| {
+            Err(NnError::Sections {
+                head_dim,
+                expected,
+                sections,
+            })
+        };
         let half = head_dim / 2;
-        if sections.iter().try_fold(0usize, |sum, &n| sum.checked_add(n)) != Some(half) {
+        if sections
+            .iter()
+            .try_fold(0usize, |sum, &n| sum.checked_add(n))
+            != Some(half)
+        {
             return refuse(format!("a sum of {half}"));
         }
         // The arrangement has no place for them beyond every third plane; the sum above bounds the products.
@@ -81,7 +107,11 @@ impl RotaryConfig {
         (0..head_dim / 2)
             .map(|plane| {
                 let axis = plane % 3;
-                if axis > 0 && plane < 3 * sections[axis] { axis } else { 0 }
+                if axis > 0 && plane < 3 * sections[axis] {
+                    axis
+                } else {
+                    0
+                }
             })
             .collect()
     }
@@ -119,10 +149,16 @@ impl<B: Backend> RotaryTables<B> {
         let planes = match (axes, config.sections) {
             (1, _) => None,
             (3, Some(_)) => {
-                let axis: Vec<i64> =
-                    config.axis_of_planes(head_dim).into_iter().map(|axis| axis as i64).collect();
+                let axis: Vec<i64> = config
+                    .axis_of_planes(head_dim)
+                    .into_iter()
+                    .map(|axis| axis as i64)
+                    .collect();
                 let len = axis.len();
-                Some(Tensor::<B, 1, Int>::from_data(TensorData::new(axis, [len]), &device))
+                Some(Tensor::<B, 1, Int>::from_data(
+                    TensorData::new(axis, [len]),
+                    &device,
+                ))
             }
             _ => panic!(
                 "rotary positions: expected 1 axis, or 3 with sections, got {axes} with sections {:?}",
@@ -161,14 +197,21 @@ impl<B: Backend> RotaryTables<B> {
     /// Tables that were computed elsewhere, each `[batch, tokens, head_dim / 2]`.
     #[must_use]
     pub fn from_cos_sin(cos: Tensor<B, 3>, sin: Tensor<B, 3>) -> Self {
-        Self { cos: cos.unsqueeze_dim(1), sin: sin.unsqueeze_dim(1) }
+        Self {
+            cos: cos.unsqueeze_dim(1),
+            sin: sin.unsqueeze_dim(1),
+        }
     }
 
     /// Rotates `x [batch, heads, tokens, head_dim]`; same shape and dtype. Half precision is rotated in f32.
     #[must_use]
     pub fn rotate(&self, x: Tensor<B, 4>) -> Tensor<B, 4> {
         let dtype = x.dtype();
-        let work = if dtype == DType::F64 { DType::F64 } else { self.cos.dtype() };
+        let work = if dtype == DType::F64 {
+            DType::F64
+        } else {
+            self.cos.dtype()
+        };
         let [cos, sin] = [&self.cos, &self.sin].map(|table| table.clone().cast(work));
         let half = cos.dims()[3];
         let x = x.cast(work);
@@ -184,7 +227,11 @@ impl<B: Backend> RotaryTables<B> {
 
 /// Dtype in which angles are computed where the backend's floats are `float`.
 fn table_dtype(float: DType) -> DType {
-    if float == DType::F64 { DType::F64 } else { DType::F32 }
+    if float == DType::F64 {
+        DType::F64
+    } else {
+        DType::F32
+    }
 }
 
 /// `[1, 1, head_dim / 2]`: by what angle in ±π a plane turns per unit of the digit at `place`.
@@ -216,11 +263,8 @@ mod tests {
     fn rotate(config: &RotaryConfig, positions: [i64; 3], axes: usize, x: &[f64]) -> Vec<f64> {
         let device = Default::default();
         let positions = TensorData::new(positions[..axes].to_vec(), [axes, 1, 1]);
-        let tables = RotaryTables::<Flex>::new(
-            Tensor::from_data(positions, &device),
-            config,
-            x.len(),
-        );
+        let tables =
+            RotaryTables::<Flex>::new(Tensor::from_data(positions, &device), config, x.len());
         let x = Tensor::from_data(TensorData::new(x.to_vec(), [1, 1, 1, x.len()]), &device);
         tables.rotate(x).into_data().iter::<f64>().collect()
     }
@@ -270,11 +314,23 @@ mod tests {
         let config = RotaryConfig::new(1e4);
         assert!(config.validate(16).is_ok());
         assert!(config.with_sections([24, 20, 20]).validate(128).is_ok());
-        assert!(matches!(config.validate(15), Err(NnError::Field { what: "head_dim", .. })));
-        assert!(matches!(RotaryConfig::new(0.0).validate(16), Err(NnError::Field { .. })));
+        assert!(matches!(
+            config.validate(15),
+            Err(NnError::Field {
+                what: "head_dim",
+                ..
+            })
+        ));
+        assert!(matches!(
+            RotaryConfig::new(0.0).validate(16),
+            Err(NnError::Field { .. })
+        ));
         for sections in [[4, 2, 3], [2, 3, 3], [usize::MAX, 8, 1]] {
             let result = config.with_sections(sections).validate(16);
-            assert!(matches!(result, Err(NnError::Sections { .. })), "{sections:?}");
+            assert!(
+                matches!(result, Err(NnError::Sections { .. })),
+                "{sections:?}"
+            );
         }
     }
 }

@@ -1,7 +1,9 @@
 //! Clipping by the norm of all gradients together.
 
+use std::collections::HashSet;
+
 use burn::{
-    module::{AutodiffModule, ModuleVisitor, Param},
+    module::{AutodiffModule, ModuleVisitor, Param, ParamId},
     optim::GradientsParams,
     tensor::{Tensor, backend::AutodiffBackend},
 };
@@ -15,25 +17,31 @@ where
     B: AutodiffBackend,
     M: AutodiffModule<B>,
 {
-    let mut norm = SquaredNorm::<B> { grads: &grads, sum: None };
+    let mut norm = SquaredNorm::<B> { seen: HashSet::new(), grads: &grads, sum: None };
     module.visit(&mut norm);
     let squared = norm.sum.map_or(0.0, |sum| sum.into_data().iter::<f64>().next().unwrap_or_default());
     let norm = squared.sqrt();
     if !norm.is_finite() || norm <= max_norm {
         return (grads, norm);
     }
-    let mut scale = Scale { grads, factor: max_norm / norm };
+    let mut scale = Scale { seen: HashSet::new(), grads, factor: max_norm / norm };
     module.visit(&mut scale);
     (scale.grads, norm)
 }
 
+// A parameter that stands at two places of the module has one gradient, which counts once.
+
 struct SquaredNorm<'a, B: AutodiffBackend> {
+    seen: HashSet<ParamId>,
     grads: &'a GradientsParams,
     sum: Option<Tensor<B::InnerBackend, 1>>,
 }
 
 impl<B: AutodiffBackend> ModuleVisitor<B> for SquaredNorm<'_, B> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+        if !self.seen.insert(param.id) {
+            return;
+        }
         let Some(grad) = self.grads.get::<B::InnerBackend, D>(param.id) else { return };
         let squared = grad.clone().mul(grad).sum();
         self.sum = Some(match self.sum.take() {
@@ -44,12 +52,16 @@ impl<B: AutodiffBackend> ModuleVisitor<B> for SquaredNorm<'_, B> {
 }
 
 struct Scale {
+    seen: HashSet<ParamId>,
     grads: GradientsParams,
     factor: f64,
 }
 
 impl<B: AutodiffBackend> ModuleVisitor<B> for Scale {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+        if !self.seen.insert(param.id) {
+            return;
+        }
         if let Some(grad) = self.grads.remove::<B::InnerBackend, D>(param.id) {
             self.grads.register(param.id, grad.mul_scalar(self.factor));
         }

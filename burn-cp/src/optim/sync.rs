@@ -1,5 +1,7 @@
 //! Summing gradients, and giving all ranks one rank's parameters.
 
+use std::collections::{HashMap, HashSet};
+
 use burn::{
     module::{AutodiffModule, Module, ModuleMapper, ModuleVisitor, Param, ParamId},
     optim::GradientsParams,
@@ -61,7 +63,7 @@ impl GradientSync {
         B::InnerBackend: CollectiveBackend,
         M: AutodiffModule<B>,
     {
-        let mut flatten = Flatten::<B> { grads, slots: Vec::new(), flat: Vec::new() };
+        let mut flatten = Flatten::<B> { seen: HashSet::new(), grads, slots: Vec::new(), flat: Vec::new() };
         module.visit(&mut flatten);
         let Flatten { slots, flat, .. } = flatten;
         let mut synced: Vec<Tensor<B::InnerBackend, 1>> = Vec::with_capacity(slots.len());
@@ -99,6 +101,7 @@ impl GradientSync {
 }
 
 struct Flatten<B: AutodiffBackend> {
+    seen: HashSet<ParamId>,
     grads: GradientsParams,
     slots: Vec<Slot>,
     flat: Vec<Tensor<B::InnerBackend, 1>>,
@@ -106,6 +109,10 @@ struct Flatten<B: AutodiffBackend> {
 
 impl<B: AutodiffBackend> ModuleVisitor<B> for Flatten<B> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+        // A parameter that stands at two places of the module has one gradient.
+        if !self.seen.insert(param.id) {
+            return;
+        }
         let tensor = param.val();
         let grad = self.grads.remove::<B::InnerBackend, D>(param.id);
         if grad.is_none() && !tensor.is_require_grad() {
@@ -120,7 +127,7 @@ impl<B: AutodiffBackend> ModuleVisitor<B> for Flatten<B> {
 }
 
 struct Unflatten<B: AutodiffBackend> {
-    by_id: std::collections::HashMap<ParamId, (Vec<usize>, Tensor<B::InnerBackend, 1>)>,
+    by_id: HashMap<ParamId, (Vec<usize>, Tensor<B::InnerBackend, 1>)>,
     grads: GradientsParams,
 }
 
@@ -153,7 +160,8 @@ impl<B: CollectiveBackend> ModuleMapper<B> for Broadcast<'_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
         param.map(|tensor| {
             let trained = tensor.is_require_grad();
-            let values = collectives::broadcast(tensor.detach(), self.root, self.group);
+            // Not `detach`, which leaves a parameter trained, so that what is received would not be a leaf.
+            let values = collectives::broadcast(tensor.set_require_grad(false), self.root, self.group);
             values.set_require_grad(trained)
         })
     }

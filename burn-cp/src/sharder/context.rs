@@ -91,7 +91,7 @@ impl ContextParallel {
         let layout = Arc::new(layout);
         let local = self.local_streams(&batch, &checked, &documents, &layout, device);
         let media = batch.media.iter().map(StepMedia::new).collect();
-        let digest = digest(&checked);
+        let digest = digest(&batch, &checked);
         let loss = self.loss.with_order(order.clone());
         let step = CpStep::new(
             self.config.clone(),
@@ -190,7 +190,7 @@ fn document_positions(documents: &crate::layout::Documents) -> HostInts {
 }
 
 /// Hash of what the ranks of a group must hold alike, besides documents and layout.
-fn digest(checked: &CheckedBatch) -> [u8; 32] {
+fn digest<B: Backend>(batch: &SequenceBatch<B>, checked: &CheckedBatch) -> [u8; 32] {
     let mut hash = Sha256::new();
     for (name, ints) in [("ids", &checked.ids), ("labels", &checked.labels), ("positions", &checked.positions)] {
         hash.update(name);
@@ -199,6 +199,15 @@ fn digest(checked: &CheckedBatch) -> [u8; 32] {
             for value in &ints.values {
                 hash.update(value.to_le_bytes());
             }
+        }
+    }
+    for media in &batch.media {
+        hash.update(format!("{} {:?} {}", media.name, media.grids, media.spatial_merge_size));
+    }
+    for (name, placeholders) in [("media", &checked.media), ("deepstack", &checked.deepstack)] {
+        hash.update(name);
+        for row in placeholders.iter().flat_map(super::media::Placeholders::rows) {
+            hash.update(row.map_or(u64::MAX, |row| row as u64).to_le_bytes());
         }
     }
     hash.finalize().into()

@@ -32,6 +32,11 @@ impl Placeholders {
         Ok(())
     }
 
+    /// The feature row of each token of the batch.
+    pub(super) fn rows(&self) -> &[Option<usize>] {
+        &self.rows
+    }
+
     /// The part of `ranges` of every batch row; tokens past the end have none.
     pub(super) fn select(&self, ranges: &[Range<usize>]) -> LocalPlaceholders {
         let [batch, seq] = self.size;

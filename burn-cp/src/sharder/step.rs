@@ -15,7 +15,7 @@ use crate::{
     comm::ProcessGroup,
     layout::{Documents, TokenLayout},
     plan::{AttentionPlan, MaskKind},
-    vision::{FrameSharded, VisionFeatures, VisionTower},
+    vision::{FrameShares, FrameSharded, VisionFeatures, VisionTower},
 };
 
 /// The primary stream as the model is given it.
@@ -212,10 +212,11 @@ impl<B: ContextParallelBackend> CpStep<B> {
     /// # Errors
     /// The tower has another merge size than the media, or it fails on any rank.
     pub fn encode_media<V: VisionTower<B>>(&self, tower: &V) -> Result<Option<VisionFeatures<B>>, StepError> {
-        let media = &self.inner.media;
-        if media.iter().all(|media| media.grids.is_empty()) {
+        let grids = self.media_grids();
+        if grids.is_empty() {
             return Ok(None);
         }
+        let media = &self.inner.media;
         if let Some(other) = media.iter().find(|media| media.merge != tower.spatial_merge_size()) {
             return Err(StepError::Invalid {
                 what: "spatial_merge_size of the batch's media".into(),
@@ -225,9 +226,23 @@ impl<B: ContextParallelBackend> CpStep<B> {
         }
         let pixels: Vec<_> = media.iter().map(|media| media.pixels.clone()).collect();
         let pixels = if pixels.len() == 1 { pixels[0].clone() } else { Tensor::cat(pixels, 0) };
-        let grids: Vec<_> = media.iter().flat_map(|media| media.grids.iter().copied()).collect();
-        let sharded = FrameSharded::new(tower, &self.inner.cp, &self.inner.config.vision);
-        Ok(Some(sharded.forward(pixels, &grids)?))
+        Ok(Some(self.frame_sharded(tower).forward(pixels, &grids)?))
+    }
+
+    /// Which rank's tower encodes which frames of the batch's media. Pure host.
+    ///
+    /// # Errors
+    /// As [`plan_frames`](crate::vision::plan_frames).
+    pub fn frame_shares<V: VisionTower<B>>(&self, tower: &V) -> Result<FrameShares, StepError> {
+        Ok(self.frame_sharded(tower).plan::<B>(&self.media_grids())?)
+    }
+
+    fn frame_sharded<'a, V: VisionTower<B>>(&'a self, tower: &'a V) -> FrameSharded<'a, V> {
+        FrameSharded::new(tower, &self.inner.cp, &self.inner.config.vision)
+    }
+
+    fn media_grids(&self) -> Vec<[usize; 3]> {
+        self.inner.media.iter().flat_map(|media| media.grids.iter().copied()).collect()
     }
 
     /// The plan of attention under a mask: who computes what, and which tokens move. Made once per mask and step.

@@ -1,12 +1,13 @@
-//! One document: images and videos of digits amid filler words, each named by a letter; then the question; then, for
-//! each letter in a new order, its digit. Every answer comes after all images, so answering means looking back.
+//! One document: images and videos of digits amid filler words, each on a ground of another hue; then the question;
+//! then, for each hue in a new order, its digit. Every answer comes after all images, so answering means looking back
+//! for the right one.
 //!
 //! Positions are those of Qwen3-VL's interleaved mRoPE (Bai et al., "Qwen3-VL Technical Report", 2025): a video is a
 //! series of one-slice blocks with a written time before each.
 
 use rand::{Rng, rngs::StdRng, seq::SliceRandom};
 
-use super::images::{Drift, push_patches};
+use super::images::{Drift, Scene, push_patches};
 use super::vocabulary as vocab;
 use super::{DataConfig, Digit, IGNORED_LABEL, Media, MediaKind, PatchShape};
 
@@ -18,8 +19,8 @@ const MAX_SHIFT: f32 = 0.75;
 pub struct Document {
     /// Token ids, `[tokens]`.
     pub ids: Vec<i64>,
-    /// `[tokens]`: at a token that an answer digit follows, that digit's id; elsewhere [`IGNORED_LABEL`], since letters
-    /// and filler words are random.
+    /// `[tokens]`: at a token that an answer digit follows, that digit's id; elsewhere [`IGNORED_LABEL`], since hues and
+    /// filler words are random.
     pub labels: Vec<i64>,
     /// Temporal, vertical and horizontal position of each token, three times `[tokens]`, from 0.
     pub positions: [Vec<i64>; 3],
@@ -39,34 +40,39 @@ impl Document {
         shape: &PatchShape,
     ) -> Self {
         let num_media = rng.random_range(1..=config.max_images);
-        let mut letters: Vec<i64> = (0..vocab::NUM_LETTERS as i64)
-            .map(|letter| vocab::FIRST_LETTER + letter)
-            .collect();
-        letters.shuffle(rng);
+        let mut hues: Vec<usize> = (0..vocab::NUM_HUES).collect();
+        hues.shuffle(rng);
         let fillers = spread(rng, config.max_filler, num_media + 1);
 
         let mut document = Self::default();
         let mut answers = Vec::with_capacity(num_media);
         let mut num_videos = 0;
         document.push_text(vocab::BEGIN);
-        for (&letter, &num_words) in letters.iter().take(num_media).zip(&fillers) {
+        for (&hue, &num_words) in hues.iter().take(num_media).zip(&fillers) {
             document.push_filler(rng, num_words);
             let digit = &digits[rng.random_range(0..digits.len())];
+            let scene = Scene {
+                digit,
+                hue,
+                drift: Drift::NONE,
+            };
             if num_videos < config.max_videos && rng.random_range(0..100) < config.video_percent {
                 num_videos += 1;
-                document.push_video(rng, digit, config, shape);
+                document.push_video(rng, scene, config, shape);
             } else {
-                document.push_image(rng, digit, config, shape);
+                document.push_image(rng, scene, config, shape);
             }
-            document.push_text(letter);
-            answers.push((letter, vocab::FIRST_DIGIT + i64::from(digit.value)));
+            answers.push((
+                vocab::FIRST_HUE + hue as i64,
+                vocab::FIRST_DIGIT + i64::from(digit.value),
+            ));
         }
         document.push_filler(rng, fillers[num_media]);
 
         document.push_text(vocab::QUESTION);
         answers.shuffle(rng);
-        for (letter, digit) in answers {
-            document.push_text(letter);
+        for (hue, digit) in answers {
+            document.push_text(hue);
             // The label of a token is the token after it.
             if let Some(label) = document.labels.last_mut() {
                 *label = digit;
@@ -117,20 +123,20 @@ impl Document {
     fn push_image(
         &mut self,
         rng: &mut StdRng,
-        digit: &Digit,
+        scene: Scene<'_>,
         config: &DataConfig,
         shape: &PatchShape,
     ) {
         let size = config.image_sizes[rng.random_range(0..config.image_sizes.len())];
         self.push_block(vocab::IMAGE, size);
         self.push_media(MediaKind::Image, 1, size, shape);
-        self.push_pixels(digit, &Drift::NONE, shape);
+        self.push_pixels(&scene, shape);
     }
 
     fn push_video(
         &mut self,
         rng: &mut StdRng,
-        digit: &Digit,
+        mut scene: Scene<'_>,
         config: &DataConfig,
         shape: &PatchShape,
     ) {
@@ -141,12 +147,12 @@ impl Document {
             self.push_block(vocab::VIDEO, size);
         }
         let mut shift = || std::array::from_fn(|_| rng.random_range(-MAX_SHIFT..=MAX_SHIFT));
-        let drift = Drift {
+        scene.drift = Drift {
             start: shift(),
             end: shift(),
         };
         self.push_media(MediaKind::Video, slices, size, shape);
-        self.push_pixels(digit, &drift, shape);
+        self.push_pixels(&scene, shape);
     }
 
     /// One frame's tokens between their markers: time stands still, rows and columns count from the running position,
@@ -174,9 +180,9 @@ impl Document {
         self.media.push(Media { kind, grid });
     }
 
-    fn push_pixels(&mut self, digit: &Digit, drift: &Drift, shape: &PatchShape) {
+    fn push_pixels(&mut self, scene: &Scene<'_>, shape: &PatchShape) {
         if let Some(media) = self.media.last() {
-            push_patches(&mut self.pixels, digit, media, drift, shape);
+            push_patches(&mut self.pixels, scene, media, shape);
         }
     }
 }
@@ -200,7 +206,7 @@ mod tests {
         patch_size: 4,
         merge_size: 2,
         temporal_patch_size: 2,
-        channels: 1,
+        channels: 3,
     };
 
     fn documents(count: usize) -> Vec<Document> {
@@ -254,8 +260,9 @@ mod tests {
                 assert_eq!(document.labels[at], document.ids[at + 1]);
                 let digits = vocab::FIRST_DIGIT..vocab::FIRST_DIGIT + vocab::NUM_DIGITS as i64;
                 assert!(digits.contains(&document.labels[at]));
-                // The letter that asks names exactly one of the images.
-                let named = document.ids[..last_image + 2]
+                // Each hue is asked for once.
+                let named = document
+                    .ids
                     .iter()
                     .filter(|&&id| id == document.ids[at])
                     .count();
@@ -272,7 +279,7 @@ mod tests {
             *lengths.iter().min().unwrap(),
             *lengths.iter().max().unwrap(),
         );
-        assert!(min < 20 && max > 130, "{min} to {max}");
+        assert!(min < 15 && max > 8 * min, "{min} to {max}");
         assert!(max <= DataConfig::default().max_document_tokens());
     }
 

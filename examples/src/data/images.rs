@@ -1,8 +1,12 @@
-//! A digit as an image or a short video, cut into the patch rows that the vision tower reads.
+//! A digit on a tinted ground, as an image or a short video, cut into the patch rows that the vision tower reads.
 
 use serde::{Deserialize, Serialize};
 
 use super::digits::{Digit, SIDE};
+use super::vocabulary::NUM_HUES;
+
+/// Channels of every image: red, green, blue.
+pub const NUM_CHANNELS: usize = 3;
 
 /// How the tower cuts frames: fields of the model's vision configuration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -13,7 +17,7 @@ pub struct PatchShape {
     pub merge_size: usize,
     /// Frames that one patch spans; an image repeats its only frame.
     pub temporal_patch_size: usize,
-    /// Colour channels; a grey image has the same value in each.
+    /// Colour channels: [`NUM_CHANNELS`].
     pub channels: usize,
 }
 
@@ -68,6 +72,17 @@ impl Media {
     }
 }
 
+/// What a medium shows: a digit on a ground of one hue.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Scene<'a> {
+    /// The digit.
+    pub(super) digit: &'a Digit,
+    /// Number of the hue, from 0 for red around the colour wheel; below [`NUM_HUES`].
+    pub(super) hue: usize,
+    /// How the digit moves.
+    pub(super) drift: Drift,
+}
+
 /// A straight drift of a digit over the frames of a video, in source pixels `[down, right]`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Drift {
@@ -94,16 +109,15 @@ impl Drift {
     }
 }
 
-/// Draws `digit` with the grid of `media` and appends its patch rows `[t * h * w, patch_dim]` to `pixels`.
+/// Draws `scene` with the grid of `media` and appends its patch rows `[t * h * w, patch_dim]` to `pixels`.
 ///
-/// Values run from -1 (background) to 1 (ink). Rows follow slices, then squares of `merge_size` x `merge_size` patches
-/// from left to right and top to bottom, then the patches of a square. Within a row: channel, frame, y, x.
-/// This is the order of the Qwen-VL family (Bai et al., "Qwen2.5-VL Technical Report", 2025).
+/// A value is the ink, 0 to 1, plus the channel's part of the hue, 0 to 1, minus 1. Rows follow slices, then squares of
+/// `merge_size` x `merge_size` patches from left to right and top to bottom, then the patches of a square. Within a
+/// row: channel, frame, y, x. This is the order of the Qwen-VL family (Bai et al., "Qwen2.5-VL Technical Report", 2025).
 pub(super) fn push_patches(
     pixels: &mut Vec<f32>,
-    digit: &Digit,
+    scene: &Scene<'_>,
     media: &Media,
-    drift: &Drift,
     shape: &PatchShape,
 ) {
     let [slices, rows, columns] = media.grid;
@@ -114,13 +128,18 @@ pub(super) fn push_patches(
         MediaKind::Video => slices * shape.temporal_patch_size,
     };
     let frames: Vec<Vec<f32>> = (0..num_frames)
-        .map(|frame| draw(digit, height, width, drift.at(frame, num_frames)))
+        .map(|frame| {
+            let shift = scene.drift.at(frame, num_frames);
+            draw(scene.digit, height, width, shift)
+        })
         .collect();
+    let tint = hue_channels(scene.hue);
+    let squares_per_row = columns / merge;
     for slice in 0..slices {
-        for square in 0..rows / merge * (columns / merge) {
+        for square in 0..rows / merge * squares_per_row {
             let (top, left) = (
-                square / (columns / merge) * merge,
-                square % (columns / merge) * merge,
+                square / squares_per_row * merge,
+                square % squares_per_row * merge,
             );
             for inner in 0..merge * merge {
                 let (y0, x0) = (
@@ -128,11 +147,15 @@ pub(super) fn push_patches(
                     (left + inner % merge) * patch,
                 );
                 for layer in 0..shape.channels * shape.temporal_patch_size {
-                    let frame =
-                        slice * shape.temporal_patch_size + layer % shape.temporal_patch_size;
+                    let (channel, frame) = (
+                        layer / shape.temporal_patch_size,
+                        layer % shape.temporal_patch_size,
+                    );
+                    let frame = slice * shape.temporal_patch_size + frame;
                     let frame = &frames[frame.min(num_frames - 1)];
                     for y in y0..y0 + patch {
-                        pixels.extend_from_slice(&frame[y * width + x0..y * width + x0 + patch]);
+                        let line = &frame[y * width + x0..y * width + x0 + patch];
+                        pixels.extend(line.iter().map(|ink| ink + tint[channel] - 1.0));
                     }
                 }
             }
@@ -140,7 +163,17 @@ pub(super) fn push_patches(
     }
 }
 
-/// Stretches a digit to `[height, width]`, shifted, by bilinear interpolation between pixel centres.
+/// Red, green and blue of a hue, 0 to 1: the edge of the HSV colour wheel, [`NUM_HUES`] steps around.
+fn hue_channels(hue: usize) -> [f32; NUM_CHANNELS] {
+    let angle = 6.0 * hue as f32 / NUM_HUES as f32;
+    // Each channel is full within a sixth of its own angle, gone beyond two sixths, and linear between.
+    [0.0, 2.0, 4.0].map(|own: f32| {
+        let away = (angle - own).abs();
+        (2.0 - away.min(6.0 - away)).clamp(0.0, 1.0)
+    })
+}
+
+/// The ink of a digit stretched to `[height, width]` and shifted, by bilinear interpolation between pixel centres.
 fn draw(digit: &Digit, height: usize, width: usize, shift: [f32; 2]) -> Vec<f32> {
     let source = |at: usize, len: usize, shift: f32| {
         (at as f32 + 0.5) * SIDE as f32 / len as f32 - 0.5 - shift
@@ -153,7 +186,7 @@ fn draw(digit: &Digit, height: usize, width: usize, shift: [f32; 2]) -> Vec<f32>
                 source(y, height, shift[0]),
                 source(x, width, shift[1]),
             );
-            frame.push(2.0 * ink - 1.0);
+            frame.push(ink);
         }
     }
     frame
@@ -183,7 +216,7 @@ mod tests {
         patch_size: 4,
         merge_size: 2,
         temporal_patch_size: 2,
-        channels: 1,
+        channels: NUM_CHANNELS,
     };
 
     /// A digit whose pixel `i` has ink `i / 64`.
@@ -194,57 +227,84 @@ mod tests {
         }
     }
 
-    fn ink_of(pixel: f32) -> f32 {
-        (pixel + 1.0) / 2.0 * 64.0
+    fn rows_of(media: &Media, hue: usize, drift: Drift) -> Vec<f32> {
+        let mut pixels = Vec::new();
+        let digit = ramp();
+        push_patches(
+            &mut pixels,
+            &Scene {
+                digit: &digit,
+                hue,
+                drift,
+            },
+            media,
+            &SHAPE,
+        );
+        assert_eq!(pixels.len(), media.num_patches() * SHAPE.patch_dim());
+        pixels
+    }
+
+    /// The source pixel's number, from a value of a channel that the hue leaves out.
+    fn source_of(value: f32) -> f32 {
+        (value + 1.0) * 64.0
     }
 
     #[test]
     fn image_of_source_size_keeps_its_pixels_in_patch_order() {
-        let mut pixels = Vec::new();
         let media = Media {
             kind: MediaKind::Image,
             grid: [1, 2, 2],
         };
-        push_patches(&mut pixels, &ramp(), &media, &Drift::NONE, &SHAPE);
-        assert_eq!(pixels.len(), 4 * SHAPE.patch_dim());
+        // Blue: nothing is added to the first channel.
+        let pixels = rows_of(&media, 8, Drift::NONE);
         // Top left pixel of each patch: the four quarters of the source; the second frame repeats the first.
-        for (row, first) in [0.0, 4.0, 32.0, 36.0].into_iter().enumerate() {
-            assert_eq!(ink_of(pixels[row * 32]), first);
-            assert_eq!(
-                pixels[row * 32..row * 32 + 16],
-                pixels[row * 32 + 16..row * 32 + 32]
-            );
+        for (row, first) in pixels.chunks(SHAPE.patch_dim()).zip([0.0, 4.0, 32.0, 36.0]) {
+            assert_eq!(source_of(row[0]), first);
+            assert_eq!(row[..16], row[16..32]);
         }
-        assert_eq!(ink_of(pixels[4]), 8.0);
+        assert_eq!(source_of(pixels[4]), 8.0);
     }
 
     #[test]
     fn rows_of_one_merged_token_are_consecutive() {
-        let mut pixels = Vec::new();
         let media = Media {
             kind: MediaKind::Image,
             grid: [1, 2, 4],
         };
-        push_patches(&mut pixels, &ramp(), &media, &Drift::NONE, &SHAPE);
+        let pixels = rows_of(&media, 8, Drift::NONE);
         // Twice as wide: rows 0 to 3 show the left half of the digit, rows 4 to 7 the right half.
-        let columns = |rows: std::ops::Range<usize>| -> Vec<f32> {
-            pixels[rows.start * 32..rows.end * 32]
-                .iter()
-                .map(|&pixel| ink_of(pixel) % 8.0)
-                .collect()
-        };
-        let mean = |values: Vec<f32>| values.iter().sum::<f32>() / values.len() as f32;
-        assert!(mean(columns(0..4)) < mean(columns(4..8)));
+        for (row, values) in pixels.chunks(SHAPE.patch_dim()).enumerate() {
+            let right = row >= 4;
+            let column = source_of(values[1]) % 8.0;
+            assert_eq!(column > 3.5, right, "row {row}: {column}");
+        }
         assert_eq!(media.num_tokens(&SHAPE), 2);
     }
 
     #[test]
-    fn channels_repeat_and_video_frames_move() {
-        let shape = PatchShape {
-            channels: 3,
-            ..SHAPE
+    fn hues_go_around_the_wheel_and_tint_the_channels() {
+        assert_eq!(hue_channels(0), [1.0, 0.0, 0.0]);
+        assert_eq!(hue_channels(1), [1.0, 0.5, 0.0]);
+        assert_eq!(hue_channels(2), [1.0, 1.0, 0.0]);
+        assert_eq!(hue_channels(4), [0.0, 1.0, 0.0]);
+        assert_eq!(hue_channels(6), [0.0, 1.0, 1.0]);
+        assert_eq!(hue_channels(8), [0.0, 0.0, 1.0]);
+        assert_eq!(hue_channels(11), [1.0, 0.0, 0.5]);
+        let media = Media {
+            kind: MediaKind::Image,
+            grid: [1, 2, 2],
         };
-        let mut pixels = Vec::new();
+        let row = &rows_of(&media, 1, Drift::NONE)[..SHAPE.patch_dim()];
+        for at in 0..32 {
+            assert_eq!(
+                (row[at] - row[64 + at], row[32 + at] - row[64 + at]),
+                (1.0, 0.5)
+            );
+        }
+    }
+
+    #[test]
+    fn video_frames_move() {
         let media = Media {
             kind: MediaKind::Video,
             grid: [2, 2, 2],
@@ -253,16 +313,13 @@ mod tests {
             start: [0.0, 0.0],
             end: [0.0, 1.0],
         };
-        push_patches(&mut pixels, &ramp(), &media, &drift, &shape);
-        assert_eq!(pixels.len(), media.num_patches() * shape.patch_dim());
-        let row = &pixels[..shape.patch_dim()];
-        assert_eq!(row[..32], row[32..64]);
-        assert_ne!(row[..16], row[16..32]);
+        let pixels = rows_of(&media, 8, drift);
+        assert_ne!(pixels[..16], pixels[16..32]);
         // The last frame is the first one, a pixel to the right.
-        let last = &pixels[4 * 96 + 16..4 * 96 + 32];
+        let last = &pixels[4 * SHAPE.patch_dim() + 16..][..16];
         for y in 0..4 {
-            assert!((ink_of(last[y * 4 + 1]) - ink_of(pixels[y * 4])).abs() < 1e-4);
-            assert_eq!(ink_of(last[y * 4]), 0.0);
+            assert!((last[y * 4 + 1] - pixels[y * 4]).abs() < 1e-5);
+            assert_eq!(source_of(last[y * 4]), 0.0);
         }
     }
 }

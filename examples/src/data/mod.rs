@@ -38,7 +38,8 @@ pub struct DataConfig {
     pub video_percent: u32,
     /// Most temporal slices of a video; each video draws its number from 2 to this. 2 to 4.
     pub max_slices: usize,
-    /// Sizes that an image is drawn with, each `[height, width]` in merged tokens.
+    /// Sizes that an image is drawn with, each `[height, width]` in merged tokens. A size that stands here more often is
+    /// drawn more often.
     pub image_sizes: Vec<[usize; 2]>,
     /// Sizes that a slice of a video is drawn with, each `[height, width]` in merged tokens.
     pub video_sizes: Vec<[usize; 2]>,
@@ -48,13 +49,13 @@ impl Default for DataConfig {
     fn default() -> Self {
         Self {
             max_images: 12,
-            ramp_packs: 300,
+            ramp_packs: 240,
             max_filler: 40,
             max_videos: 2,
             video_percent: 12,
             max_slices: 4,
-            image_sizes: vec![[1, 1], [1, 2], [2, 1], [2, 2]],
-            video_sizes: vec![[1, 1], [2, 1]],
+            image_sizes: vec![[1, 1], [1, 1], [1, 1], [1, 2], [2, 1], [2, 2]],
+            video_sizes: vec![[1, 1], [1, 1], [2, 1]],
         }
     }
 }
@@ -77,7 +78,7 @@ impl DataConfig {
                 })
             }
         };
-        range("max_images", 1, vocabulary::NUM_LETTERS, self.max_images)?;
+        range("max_images", 1, vocabulary::NUM_HUES, self.max_images)?;
         range("max_videos", 0, self.max_images, self.max_videos)?;
         range("video_percent", 0, 100, self.video_percent as usize)?;
         range("max_slices", 2, vocabulary::NUM_TIMES, self.max_slices)?;
@@ -121,16 +122,16 @@ impl DataConfig {
     #[must_use]
     pub fn max_document_tokens(&self) -> usize {
         let largest = |sizes: &[[usize; 2]]| sizes.iter().map(|[h, w]| h * w).max().unwrap_or(0);
-        // An image is start, tokens, end; each slice of a video has a time before that; both end with a letter.
-        let image = largest(&self.image_sizes) + 2 + 1;
-        let video = self.max_slices * (largest(&self.video_sizes) + 3) + 1;
+        // An image is start, tokens, end; each slice of a video has a time before that.
+        let image = largest(&self.image_sizes) + 2;
+        let video = self.max_slices * (largest(&self.video_sizes) + 3);
         let num_videos = if self.video_percent == 0 {
             0
         } else {
             self.max_videos.min(self.max_images)
         };
         let media = num_videos * video.max(image) + (self.max_images - num_videos) * image;
-        // Begin, question and end; a letter and a digit per answer.
+        // Begin, question and end; a hue and a digit per answer.
         3 + self.max_filler + media + 2 * self.max_images
     }
 }

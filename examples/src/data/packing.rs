@@ -5,6 +5,7 @@
 
 use rand::{SeedableRng, rngs::StdRng};
 
+use super::images::NUM_CHANNELS;
 use super::vocabulary as vocab;
 use super::{DataConfig, DataError, Digits, Document, IGNORED_LABEL, Media, PatchShape, Split};
 
@@ -122,6 +123,13 @@ impl PackSource {
                 });
             }
         }
+        if shape.channels != NUM_CHANNELS {
+            return Err(DataError::Config {
+                field: "channels",
+                expected: NUM_CHANNELS.to_string(),
+                got: shape.channels.to_string(),
+            });
+        }
         let expected = config.max_document_tokens();
         if tokens < expected {
             return Err(DataError::PackTooShort {
@@ -205,7 +213,7 @@ mod tests {
         patch_size: 4,
         merge_size: 2,
         temporal_patch_size: 2,
-        channels: 1,
+        channels: 3,
     };
 
     fn source(seed: u64, split: Split) -> PackSource {

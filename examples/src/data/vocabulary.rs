@@ -24,18 +24,23 @@ pub const NUM_TIMES: usize = 4;
 pub const FIRST_DIGIT: i64 = FIRST_TIME + NUM_TIMES as i64;
 /// Number of digits.
 pub const NUM_DIGITS: usize = 10;
-/// The letter A; the following ids are B to L. A letter names an image or a video of its document.
-pub const FIRST_LETTER: i64 = FIRST_DIGIT + NUM_DIGITS as i64;
-/// Number of letters.
-pub const NUM_LETTERS: usize = 12;
+/// The first of the hues that images are tinted with, from red around the colour wheel. A question asks by hue.
+pub const FIRST_HUE: i64 = FIRST_DIGIT + NUM_DIGITS as i64;
+/// Number of hues.
+pub const NUM_HUES: usize = 12;
 /// The first filler word. Filler carries no meaning; it makes lengths and distances vary.
-pub const FIRST_FILLER: i64 = FIRST_LETTER + NUM_LETTERS as i64;
+pub const FIRST_FILLER: i64 = FIRST_HUE + NUM_HUES as i64;
 /// Number of filler words.
 pub const NUM_FILLER: usize = 30;
 /// Number of ids: the least `vocab_size` of a model.
 pub const SIZE: usize = FIRST_FILLER as usize + NUM_FILLER;
 
-/// A short printable form of a token id, e.g. `B` for a letter or `7` for a digit; `?` for an unknown id.
+const HUE_NAMES: [&str; NUM_HUES] = [
+    "red", "orange", "yellow", "lime", "green", "mint", "cyan", "azure", "blue", "violet",
+    "magenta", "rose",
+];
+
+/// A short printable form of a token id, e.g. `red` for a hue or `7` for a digit; `?` for an unknown id.
 #[must_use]
 pub fn name(id: i64) -> String {
     let within = |first: i64, len: usize| {
@@ -57,8 +62,8 @@ pub fn name(id: i64) -> String {
                 format!("<time {time}>")
             } else if let Some(digit) = within(FIRST_DIGIT, NUM_DIGITS) {
                 digit.to_string()
-            } else if let Some(letter) = within(FIRST_LETTER, NUM_LETTERS) {
-                char::from(b'A' + u8::try_from(letter).unwrap_or(0)).to_string()
+            } else if let Some(hue) = within(FIRST_HUE, NUM_HUES) {
+                HUE_NAMES[hue as usize].into()
             } else if let Some(word) = within(FIRST_FILLER, NUM_FILLER) {
                 format!("word{word}")
             } else {
@@ -79,7 +84,7 @@ mod tests {
         assert_eq!(names.len(), SIZE);
         assert!(!names.contains("?"));
         assert_eq!(name(FIRST_DIGIT + 7), "7");
-        assert_eq!(name(FIRST_LETTER + 1), "B");
+        assert_eq!(name(FIRST_HUE + 8), "blue");
         assert_eq!(name(-1), "?");
     }
 }

@@ -7,13 +7,15 @@
 
 use std::ops::Range;
 
-use burn::tensor::{FloatDType, Tensor, TensorMetadata, backend::Backend, ops::FloatTensor};
+use burn::tensor::{
+    Bool, FloatDType, Tensor, TensorData, TensorMetadata, backend::Backend, ops::FloatTensor,
+};
 
 use super::{
     block_rows, compute_dtype, load,
     mask::{Masks, Meeting},
     pieces::{KeyCuts, Pieces},
-    scaled_transpose, store, walk,
+    store, transposed, walk,
 };
 use crate::{
     definition::{
@@ -47,9 +49,9 @@ pub(crate) fn backward<B: Backend>(
         let cuts = KeyCuts::new(segments);
         let mut pass = Backward {
             masks: Masks::new(segments, &q.device()),
-            k_scaled: scaled_transpose(load(input.k, dtype), scale),
-            v: load(input.v, dtype),
-            delta: (dout.clone() * out).sum_dim(3),
+            k_scaled: transposed(load(input.k, dtype), scale),
+            v: transposed(load(input.v, dtype), 1.0),
+            delta: row_products(dout.clone(), out),
             lse: lse.unsqueeze_dim(3),
             dout,
             q: q.clone(),
@@ -87,7 +89,7 @@ struct Backward<B: Backend> {
     q: Tensor<B, 4>,
     /// `[k_batch, num_kv_heads, head_dim, k_tokens]`
     k_scaled: Tensor<B, 4>,
-    /// `[k_batch, num_kv_heads, k_tokens, v_head_dim]`
+    /// `[k_batch, num_kv_heads, v_head_dim, k_tokens]`
     v: Tensor<B, 4>,
     /// `[q_batch, num_heads, q_tokens, v_head_dim]`
     dout: Tensor<B, 4>,
@@ -151,8 +153,7 @@ impl<B: Backend> Backward<B> {
         let v = self
             .v
             .clone()
-            .slice([row..row + 1, 0..heads, keys, 0..self.problem.v_head_dim])
-            .swap_dims(2, 3);
+            .slice([row..row + 1, 0..heads, 0..self.problem.v_head_dim, keys]);
         let (mut dk, mut dv) = (None, None);
         let seeing = blocks
             .iter_mut()
@@ -162,7 +163,7 @@ impl<B: Backend> Backward<B> {
             let meeting = Meeting::new(segment, &block.rows, tile);
             let scores = self.masks.apply(scores, &meeting);
             let p = (scores - block.lse.clone()).exp();
-            let dp = block.dout.clone().matmul(v.clone());
+            let dp = value_products(block.dout.clone(), v.clone());
             let ds = (dp - block.delta.clone()) * p.clone();
             add(&mut dv, p.swap_dims(2, 3).matmul(block.dout.clone()));
             add(&mut block.dq, ds.clone().matmul(k.clone().swap_dims(2, 3)));
@@ -173,6 +174,49 @@ impl<B: Backend> Backward<B> {
             dv.expect("a tile is seen by some block"),
         )
     }
+}
+
+/// Rows per group in [`row_products`].
+const GROUP: usize = 8;
+
+/// `delta`: the products of the rows of `dout` and `out`, `[batch, heads, tokens, 1]`.
+///
+/// They are taken from the diagonals of small matmuls and not from `sum_dim`, so that they add in
+/// the order of [`value_products`]: where a query has all its weight on one key, `out` is that
+/// key's value, and the gradient of its scores is 0 exactly, as it should be, not noise.
+fn row_products<B: Backend>(dout: Tensor<B, 4>, out: Tensor<B, 4>) -> Tensor<B, 4> {
+    let [batch, heads, tokens, dim] = out.dims();
+    let (device, dtype) = (out.device(), out.dtype());
+    let padded = tokens.next_multiple_of(GROUP);
+    let groups = |tensor: Tensor<B, 4>| {
+        let filler = [batch, heads, padded - tokens, dim];
+        let tensor = match padded - tokens {
+            0 => tensor,
+            _ => Tensor::cat(vec![tensor, Tensor::zeros(filler, (&device, dtype))], 2),
+        };
+        tensor.reshape([1, batch * heads * (padded / GROUP), GROUP, dim])
+    };
+    let products = groups(dout).matmul(transposed(groups(out), 1.0));
+    let others = (0..GROUP * GROUP).map(|cell| cell / GROUP != cell % GROUP);
+    let others = TensorData::new(others.collect::<Vec<bool>>(), [1, 1, GROUP, GROUP]);
+    let others = Tensor::<B, 4, Bool>::from_data(others, &device);
+    products
+        .mask_fill(others, 0.0)
+        .sum_dim(3)
+        .reshape([batch, heads, padded, 1])
+        .slice([0..batch, 0..heads, 0..tokens, 0..1])
+}
+
+/// `dout vᵀ` of a block and a tile, `[.., rows, dim]` by `[.., dim, keys]`. A single row or column
+/// is doubled: backends multiply it by another kernel, which may add in another order.
+fn value_products<B: Backend>(dout: Tensor<B, 4>, v: Tensor<B, 4>) -> Tensor<B, 4> {
+    let ([_, heads, rows, dim], [.., keys]) = (dout.dims(), v.dims());
+    if rows > 1 && keys > 1 {
+        return dout.matmul(v);
+    }
+    let dout = dout.expand([1, heads, rows.max(2), dim]);
+    let v = v.expand([1, heads, dim, keys.max(2)]);
+    dout.matmul(v).slice([0..1, 0..heads, 0..rows, 0..keys])
 }
 
 fn add<B: Backend>(sum: &mut Option<Tensor<B, 4>>, term: Tensor<B, 4>) {

@@ -8,7 +8,7 @@ use super::{
     block_rows, compute_dtype, load, lowest,
     mask::{Masks, Meeting},
     pieces::Pieces,
-    scaled_transpose, store, tiniest, walk,
+    store, tiniest, transposed, walk,
 };
 use crate::{
     definition::{AttentionOptions, AttentionOutput, AttentionProblem, Segment, Segments},
@@ -45,7 +45,7 @@ pub(crate) fn forward<B: Backend>(
         );
     }
 
-    let k_scaled = scaled_transpose(load(k, dtype), options.scale_for(problem.head_dim));
+    let k_scaled = transposed(load(k, dtype), options.scale_for(problem.head_dim));
     let mut pass = Forward {
         masks: Masks::new(segments, &q.device()),
         v_one: append_ones(load(v, dtype)),
@@ -139,11 +139,11 @@ impl<B: Backend> Forward<B> {
             max = max.clamp_min(lowest(self.dtype));
         }
         match state {
-            None => (((scores - max.clone()).exp()).matmul(v), max),
+            None => (weigh((scores - max.clone()).exp(), v), max),
             Some((sum, earlier)) => {
                 let max = earlier.clone().max_pair(max);
                 let shrink = (earlier - max.clone()).exp();
-                let new = ((scores - max.clone()).exp()).matmul(v);
+                let new = weigh((scores - max.clone()).exp(), v);
                 (sum * shrink + new, max)
             }
         }
@@ -161,6 +161,21 @@ impl<B: Backend> Forward<B> {
         let lse = (maxima + normaliser.clone().log()).reshape([batch, heads, tokens]);
         (part(0..dim) / normaliser, lse)
     }
+}
+
+/// The weighted sum of values, `[.., rows, keys]` by `[.., keys, dim]`.
+fn weigh<B: Backend>(weights: Tensor<B, 4>, v: Tensor<B, 4>) -> Tensor<B, 4> {
+    let [batch, heads, rows, keys] = weights.dims();
+    if keys != 2 {
+        return weights.matmul(v);
+    }
+    // Flex has a kernel of its own for sums of two, which rounds otherwise. A key with weight 0
+    // makes them three.
+    let zeros = |dims| Tensor::zeros(dims, (&v.device(), v.dtype()));
+    let weights = Tensor::cat(vec![weights, zeros([batch, heads, rows, 1])], 3);
+    let dim = v.dims()[3];
+    let v = Tensor::cat(vec![v.clone(), zeros([batch, heads, 1, dim])], 2);
+    weights.matmul(v)
 }
 
 /// Appends a column of ones along the last dim.

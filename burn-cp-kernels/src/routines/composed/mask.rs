@@ -68,8 +68,8 @@ impl<B: Backend> Masks<B> {
         let longest = |len: fn(&Segment) -> usize| segments.iter().map(len).max().unwrap_or(0);
         Self {
             device: device.clone(),
-            rows: longest(Segment::num_q).min(*BLOCK),
-            width: longest(Segment::num_k).min(*TILE),
+            rows: longest(Segment::num_q).min(BLOCK),
+            width: longest(Segment::num_k).min(TILE),
             bases: HashMap::new(),
         }
     }

@@ -23,8 +23,7 @@ mod pieces;
 mod walk;
 
 use burn::tensor::{
-    DType, FloatDType, Tensor, TensorData, TensorPrimitive, backend::Backend,
-    ops::FloatTensor,
+    DType, FloatDType, Tensor, TensorData, TensorPrimitive, backend::Backend, ops::FloatTensor,
 };
 
 pub(crate) use backward::backward;
@@ -76,17 +75,23 @@ fn cast<B: Backend, const D: usize>(tensor: Tensor<B, D>, dtype: FloatDType) -> 
     tensor.cast(dtype)
 }
 
-/// The keys, scaled and transposed: `[k_batch, num_kv_heads, head_dim, k_tokens]`.
+/// Keys or values times a factor, transposed: `[batch, heads, tokens, dim]` to
+/// `[batch, heads, dim, tokens]` (one more column if there is only one token).
 ///
 /// Multiplying by a broadcast tensor rather than by a scalar makes Flex lay the result out in this
-/// order in memory; tiles of it are then good matmul operands, and never contiguous along
-/// `head_dim`, where Flex has a kernel of its own for small products, which adds in another order.
-fn scaled_transpose<B: Backend>(k: Tensor<B, 4>, scale: f64) -> Tensor<B, 4> {
-    let scale = Tensor::<B, 4>::from_data(
-        TensorData::new(vec![scale], [1, 1, 1, 1]).convert_dtype(k.dtype()),
-        (&k.device(), k.dtype()),
+/// order in memory; tiles of it are then good matmul operands, and never contiguous along `dim`,
+/// where Flex has a kernel of its own for small products, which adds in another order.
+fn transposed<B: Backend>(tensor: Tensor<B, 4>, factor: f64) -> Tensor<B, 4> {
+    let factor = Tensor::<B, 4>::from_data(
+        TensorData::new(vec![factor], [1, 1, 1, 1]).convert_dtype(tensor.dtype()),
+        (&tensor.device(), tensor.dtype()),
     );
-    k.swap_dims(2, 3) * scale
+    let tensor = tensor.swap_dims(2, 3) * factor;
+    if tensor.dims()[3] == 1 {
+        // A single column would be contiguous along `dim` after all.
+        return Tensor::cat(vec![tensor.clone(), tensor], 3);
+    }
+    tensor
 }
 
 /// Rows of one block of queries, the heads of a group folded into the rows:

@@ -6,10 +6,10 @@ use crate::definition::Segment;
 
 /// Keys per tile. Tiles start at multiples of it in the document. At most 512, the longest sum
 /// that Flex's matmul does not split.
-pub(super) static TILE: std::sync::LazyLock<usize> = std::sync::LazyLock::new(|| std::env::var("TILE").unwrap().parse().unwrap());
+pub(super) const TILE: usize = 64;
 
 /// Queries per block.
-pub(super) static BLOCK: std::sync::LazyLock<usize> = std::sync::LazyLock::new(|| std::env::var("BLOCK").unwrap().parse().unwrap());
+pub(super) const BLOCK: usize = 64;
 
 /// Blocks of the queries that see a key, counted within the segment, in order.
 ///
@@ -24,7 +24,7 @@ pub(super) fn blocks(segment: &Segment) -> impl Iterator<Item = Range<usize>> {
     } else {
         0
     };
-    cut(position..position + (last - first), *BLOCK)
+    cut(position..position + (last - first), BLOCK)
         .map(move |block| block.start - position + first..block.end - position + first)
 }
 
@@ -45,7 +45,7 @@ pub(super) fn all_keys(segment: &Segment) -> Range<usize> {
 /// The tiles of a run of keys, counted within the segment, cut at tile boundaries of the document.
 pub(super) fn tiles(segment: &Segment, keys: Range<usize>) -> impl Iterator<Item = Range<usize>> {
     let offset = segment.k_position;
-    cut(keys.start + offset..keys.end + offset, *TILE)
+    cut(keys.start + offset..keys.end + offset, TILE)
         .map(move |tile| tile.start - offset..tile.end - offset)
 }
 
@@ -63,3 +63,72 @@ fn cut(range: Range<usize>, size: usize) -> impl Iterator<Item = Range<usize>> {
     })
 }
 
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn segment(num_q: usize, num_k: usize, k_position: usize) -> Segment {
+        Segment {
+            q_row: 0,
+            q: 0..num_q,
+            k_row: 0,
+            k: 0..num_k,
+            k_position,
+            causal: true,
+            window: None,
+        }
+    }
+
+    #[test]
+    fn tiles_lie_at_document_positions() {
+        let tiles: Vec<_> = tiles(&segment(4, 300, TILE - 10), 0..300).collect();
+        assert_eq!(
+            tiles,
+            [
+                0..10,
+                10..TILE + 10,
+                TILE + 10..2 * TILE + 10,
+                2 * TILE + 10..300
+            ]
+        );
+    }
+
+    #[test]
+    fn blocks_cover_the_queries_that_see_a_key() {
+        for (num_q, num_k, position) in
+            [(5, 3, 0), (300, 1000, 77), (1, 1, 9), (3, 0, 0), (0, 4, 1)]
+        {
+            let segment = segment(num_q, num_k, position);
+            let covered: Vec<usize> = blocks(&segment).flatten().collect();
+            let expected: Vec<usize> = (segment.num_blind_queries()..num_q).collect();
+            assert_eq!(covered, expected);
+            assert!(blocks(&segment).all(|block| block.len() <= BLOCK));
+        }
+    }
+
+    #[test]
+    fn work_is_near_the_visible_pairs_and_pieces_are_bounded() {
+        let mut segment = segment(3000, 4000, 5);
+        for window in [None, Some(0), Some(200)] {
+            segment.window = window;
+            let mut work = 0;
+            for block in blocks(&segment) {
+                for tile in tiles(&segment, keys(&segment, &block)) {
+                    assert!(tile.len() <= TILE && block.len() <= BLOCK);
+                    work += tile.len() * block.len();
+                }
+            }
+            let visible: usize = (0..3000).map(|t| segment.visible_keys(t).len()).sum();
+            // At both edges of the mask, at most a triangle of one block too much.
+            assert!(work <= visible + 3000 * 2 * BLOCK);
+        }
+    }
+
+    #[test]
+    fn an_aligned_block_has_one_partly_masked_tile() {
+        let segment = segment(4 * BLOCK, 4 * BLOCK, 0);
+        for block in blocks(&segment) {
+            assert_eq!(keys(&segment, &block), 0..block.end);
+        }
+    }
+}

@@ -24,8 +24,12 @@ impl PatchGeometry {
     /// The learned grid is stretched so that its corners fall on a frame's corners, and read bilinearly in between, which
     /// is what Qwen3-VL does at resolutions it has no table for.
     pub(super) fn new(grids: &[[usize; 3]], merge: usize, side: usize) -> Self {
-        let mut geometry =
-            Self { frames: vec![], places: vec![], corners: vec![], weights: vec![] };
+        let mut geometry = Self {
+            frames: vec![],
+            places: vec![],
+            corners: vec![],
+            weights: vec![],
+        };
         for &[slices, height, width] in grids {
             let places = merge_order(height, width, merge);
             let (corners, weights): (Vec<_>, Vec<_>) = places
@@ -57,7 +61,11 @@ impl PatchGeometry {
         self.places
             .iter()
             .flatten()
-            .flat_map(|&place| frequencies.iter().map(move |frequency| place as f64 * frequency))
+            .flat_map(|&place| {
+                frequencies
+                    .iter()
+                    .map(move |frequency| place as f64 * frequency)
+            })
             .collect()
     }
 }
@@ -89,7 +97,12 @@ fn interpolate(y: f64, x: f64, side: usize) -> ([usize; 4], [f64; 4]) {
     };
     let ((top, bottom, down), (left, right, across)) = (split(y), split(x));
     (
-        [top * side + left, top * side + right, bottom * side + left, bottom * side + right],
+        [
+            top * side + left,
+            top * side + right,
+            bottom * side + left,
+            bottom * side + right,
+        ],
         [
             (1.0 - down) * (1.0 - across),
             (1.0 - down) * across,
@@ -126,12 +139,18 @@ mod tests {
                 assert!((weights.iter().sum::<f64>() - 1.0).abs() < 1e-12);
                 // Bilinear interpolation is exact for a function that is linear in both coordinates.
                 let plane = |at: usize| (at / side) as f64 * 3.0 - (at % side) as f64;
-                let got: f64 =
-                    corners.iter().zip(weights).map(|(&at, weight)| plane(at) * weight).sum();
+                let got: f64 = corners
+                    .iter()
+                    .zip(weights)
+                    .map(|(&at, weight)| plane(at) * weight)
+                    .sum();
                 let unit = (side - 1) as f64;
                 let want = y as f64 * unit / (height - 1) as f64 * 3.0
                     - x as f64 * unit / (width - 1) as f64;
-                assert!((got - want).abs() < 1e-9, "{height}x{width} {row}: {got} {want}");
+                assert!(
+                    (got - want).abs() < 1e-9,
+                    "{height}x{width} {row}: {got} {want}"
+                );
             }
         }
     }
@@ -139,8 +158,10 @@ mod tests {
     #[test]
     fn a_frame_of_the_learned_size_reads_the_grid_itself() {
         let geometry = PatchGeometry::new(&[[1, 4, 4]], 2, 4);
-        for (&[y, x], (corners, weights)) in
-            geometry.places.iter().zip(geometry.corners.iter().zip(&geometry.weights))
+        for (&[y, x], (corners, weights)) in geometry
+            .places
+            .iter()
+            .zip(geometry.corners.iter().zip(&geometry.weights))
         {
             assert_eq!((corners[0], *weights), (y * 4 + x, [1.0, 0.0, 0.0, 0.0]));
         }

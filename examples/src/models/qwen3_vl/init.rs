@@ -22,7 +22,11 @@ pub(super) struct Filler<'a> {
 
 impl<'a> Filler<'a> {
     pub(super) fn new(config: &'a Qwen3VlConfig, seed: u64) -> Self {
-        Self { config, seed, path: Vec::new() }
+        Self {
+            config,
+            seed,
+            path: Vec::new(),
+        }
     }
 
     fn has(&self, name: &str) -> bool {
@@ -33,22 +37,38 @@ impl<'a> Filler<'a> {
     fn std(&self, dims: &[usize]) -> f64 {
         let (text, vision) = (&self.config.text_config, &self.config.vision_config);
         let is_vision = self.has("visual");
-        let published = if is_vision { vision.initializer_range } else { text.initializer_range };
-        let Initialization::FanIn { embedding_std } = self.config.initialization else {
+        let published = if is_vision {
+            vision.initializer_range
+        } else {
+            text.initializer_range
+        };
+        let Initialization::FanIn {
+            embedding_std,
+            position_std,
+        } = self.config.initialization
+        else {
             return published;
         };
         if self.has("embed_tokens") {
             return embedding_std;
         }
         if self.has("pos_embed") {
-            return published;
+            return position_std;
         }
         let fan_in = 1.0 / (dims[0].max(1) as f64).sqrt();
-        let num_layers = if is_vision { vision.depth } else { text.num_hidden_layers };
+        let num_layers = if is_vision {
+            vision.depth
+        } else {
+            text.num_hidden_layers
+        };
         // The second and last name that a block writes into its residual stream with.
         let writes = (self.has("layers") && (self.has("o_proj") || self.has("down_proj")))
             || (self.has("blocks") && (self.has("proj") || self.has("linear_fc2")));
-        if writes { fan_in / (2.0 * num_layers as f64).sqrt() } else { fan_in }
+        if writes {
+            fan_in / (2.0 * num_layers as f64).sqrt()
+        } else {
+            fan_in
+        }
     }
 
     fn values(&self, dims: &[usize]) -> Vec<f64> {
@@ -113,6 +133,9 @@ mod tests {
         assert_ne!(values[0], normal(1, "b.weight", 1)[0]);
         let mean = values.iter().sum::<f64>() / values.len() as f64;
         let square = values.iter().map(|value| value * value).sum::<f64>() / values.len() as f64;
-        assert!(mean.abs() < 0.03 && (square - 1.0).abs() < 0.05, "{mean} {square}");
+        assert!(
+            mean.abs() < 0.03 && (square - 1.0).abs() < 0.05,
+            "{mean} {square}"
+        );
     }
 }

@@ -30,9 +30,7 @@ pub use config::{
 pub use positions::{PositionError, mrope_positions};
 pub use text::{DecoderLayer, GatedMlp, Qwen3VlText};
 pub use validate::{ConfigError, ConfigProblem};
-pub use vision::{
-    PatchEmbed, PatchMerger, Qwen3VlVision, VisionAttention, VisionBlock, VisionMlp,
-};
+pub use vision::{PatchEmbed, PatchMerger, Qwen3VlVision, VisionAttention, VisionBlock, VisionMlp};
 
 /// A Qwen3-VL model with its head: ids and media of a step in, logits out.
 #[derive(Module, Debug)]
@@ -67,7 +65,9 @@ impl Qwen3VlConfig {
                 expected: error.to_string(),
                 got: format!("{text:?}"),
             };
-            ConfigError { problems: vec![problem] }
+            ConfigError {
+                problems: vec![problem],
+            }
         })?;
         let lm_head = (!self.is_tied()).then(|| {
             LinearConfig::new(text.hidden_size, text.vocab_size)
@@ -76,7 +76,13 @@ impl Qwen3VlConfig {
                 .init(device)
         });
         let visual = Qwen3VlVision::new(&self.vision_config, device);
-        Ok(Qwen3Vl { model: Qwen3VlModel { visual, language_model }, lm_head })
+        Ok(Qwen3Vl {
+            model: Qwen3VlModel {
+                visual,
+                language_model,
+            },
+            lm_head,
+        })
     }
 
     /// A model to train from scratch. Every parameter exists when this returns, and depends only on the configuration and

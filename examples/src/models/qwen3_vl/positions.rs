@@ -64,18 +64,29 @@ pub fn mrope_positions(
     };
     let (mut token, mut next) = (0, 0);
     while let Some(&id) = ids.get(token) {
-        let kind = [config.image_token_id, config.video_token_id].iter().position(|&p| p == id);
+        let kind = [config.image_token_id, config.video_token_id]
+            .iter()
+            .position(|&p| p == id);
         let Some(kind) = kind else {
             push([next; 3]);
             (token, next) = (token + 1, next + 1);
             continue;
         };
-        let &[height, width] =
-            waiting[kind].next().ok_or(PositionError::MissingGrid { token })?;
+        let &[height, width] = waiting[kind]
+            .next()
+            .ok_or(PositionError::MissingGrid { token })?;
         let expected = height * width;
-        let got = ids[token..].iter().take(expected).take_while(|&&other| other == id).count();
+        let got = ids[token..]
+            .iter()
+            .take(expected)
+            .take_while(|&&other| other == id)
+            .count();
         if got < expected {
-            return Err(PositionError::Placeholders { token, expected, got });
+            return Err(PositionError::Placeholders {
+                token,
+                expected,
+                got,
+            });
         }
         for row in 0..height as i64 {
             for column in 0..width as i64 {
@@ -88,7 +99,10 @@ pub fn mrope_positions(
     let unused: usize = waiting.iter().map(ExactSizeIterator::len).sum();
     let got = images.len() + videos.len();
     if unused > 0 {
-        return Err(PositionError::UnusedGrids { expected: got - unused, got });
+        return Err(PositionError::UnusedGrids {
+            expected: got - unused,
+            got,
+        });
     }
     Ok(positions)
 }
@@ -101,7 +115,9 @@ mod tests {
     fn frames_count_rows_and_columns_and_text_goes_on_behind_them() {
         let config = Qwen3VlConfig::tiny(64);
         let (text, image, video) = (9, config.image_token_id, config.video_token_id);
-        let ids = [text, image, image, image, image, image, image, text, video, text, video];
+        let ids = [
+            text, image, image, image, image, image, image, text, video, text, video,
+        ];
         let got = mrope_positions(&ids, &[[1, 4, 6]], &[[2, 2, 2]], &config).unwrap();
         assert_eq!(got[0], [0, 1, 1, 1, 1, 1, 1, 4, 5, 6, 7]);
         assert_eq!(got[1], [0, 1, 1, 1, 2, 2, 2, 4, 5, 6, 7]);
@@ -115,11 +131,24 @@ mod tests {
         let error = |ids: &[i64], grids: &[[usize; 3]]| {
             mrope_positions(ids, grids, &[], &config).unwrap_err()
         };
-        assert_eq!(error(&[9, image], &[]), PositionError::MissingGrid { token: 1 });
+        assert_eq!(
+            error(&[9, image], &[]),
+            PositionError::MissingGrid { token: 1 }
+        );
         assert_eq!(
             error(&[image, 9], &[[1, 2, 4]]),
-            PositionError::Placeholders { token: 0, expected: 2, got: 1 }
+            PositionError::Placeholders {
+                token: 0,
+                expected: 2,
+                got: 1
+            }
         );
-        assert_eq!(error(&[9], &[[1, 2, 2]]), PositionError::UnusedGrids { expected: 0, got: 1 });
+        assert_eq!(
+            error(&[9], &[[1, 2, 2]]),
+            PositionError::UnusedGrids {
+                expected: 0,
+                got: 1
+            }
+        );
     }
 }

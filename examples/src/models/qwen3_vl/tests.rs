@@ -10,12 +10,19 @@ use burn_cp::vision::{VisionFeatures, VisionTower};
 use super::*;
 
 fn pixels<B: Backend>(rows: usize, patch_dim: usize) -> Tensor<B, 2> {
-    let values: Vec<f32> = (0..rows * patch_dim).map(|i| (i as f32 * 0.37).sin()).collect();
-    Tensor::from_data(TensorData::new(values, [rows, patch_dim]), &Default::default())
+    let values: Vec<f32> = (0..rows * patch_dim)
+        .map(|i| (i as f32 * 0.37).sin())
+        .collect();
+    Tensor::from_data(
+        TensorData::new(values, [rows, patch_dim]),
+        &Default::default(),
+    )
 }
 
 fn all_features<B: Backend>(features: VisionFeatures<B>) -> Vec<Tensor<B, 2>> {
-    std::iter::once(features.embeddings).chain(features.deepstack).collect()
+    std::iter::once(features.embeddings)
+        .chain(features.deepstack)
+        .collect()
 }
 
 /// Path, shape and values of every parameter.
@@ -36,7 +43,11 @@ impl<B: Backend> ModuleVisitor<B> for Collect {
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
         let data = param.val().into_data();
-        self.found.push((self.path.join("."), data.shape.to_vec(), data.iter::<f32>().collect()));
+        self.found.push((
+            self.path.join("."),
+            data.shape.to_vec(),
+            data.iter::<f32>().collect(),
+        ));
     }
 }
 
@@ -50,7 +61,11 @@ fn parameters(config: &Qwen3VlConfig, seed: u64) -> Vec<(String, Vec<usize>, Vec
 #[test]
 fn a_frame_does_not_depend_on_the_others() {
     let config = Qwen3VlConfig::tiny(64);
-    let tower = config.init::<Flex>(&Default::default(), 3).unwrap().model.visual;
+    let tower = config
+        .init::<Flex>(&Default::default(), 3)
+        .unwrap()
+        .model
+        .visual;
     let patch_dim = config.vision_config.patch_dim();
     let all = pixels::<Flex>(8 + 2 * 4, patch_dim);
     let whole = all_features(tower.forward(all.clone(), &[[1, 2, 4], [2, 2, 2]]));
@@ -71,17 +86,33 @@ fn a_frame_does_not_depend_on_the_others() {
 #[test]
 fn a_patch_depends_on_its_whole_frame_and_on_its_place() {
     let config = Qwen3VlConfig::tiny(64);
-    let tower = config.init::<Flex>(&Default::default(), 3).unwrap().model.visual;
+    let tower = config
+        .init::<Flex>(&Default::default(), 3)
+        .unwrap()
+        .model
+        .visual;
     let patch_dim = config.vision_config.patch_dim();
     let run = |pixels| tower.forward(pixels, &[[1, 2, 4]]).embeddings;
     let first = run(pixels::<Flex>(8, patch_dim));
     let changed = pixels::<Flex>(8, patch_dim);
-    let changed = Tensor::cat(vec![changed.clone().narrow(0, 0, 4), changed.narrow(0, 4, 4) * 2.0], 0);
-    let moved: f32 = (run(changed) - first).narrow(0, 0, 1).abs().max().into_scalar();
+    let changed = Tensor::cat(
+        vec![
+            changed.clone().narrow(0, 0, 4),
+            changed.narrow(0, 4, 4) * 2.0,
+        ],
+        0,
+    );
+    let moved: f32 = (run(changed) - first)
+        .narrow(0, 0, 1)
+        .abs()
+        .max()
+        .into_scalar();
     assert!(moved > 1e-4, "{moved}");
     let same = run(Tensor::ones([8, patch_dim], &Default::default()));
-    let apart: f32 =
-        (same.clone().narrow(0, 0, 1) - same.narrow(0, 1, 1)).abs().max().into_scalar();
+    let apart: f32 = (same.clone().narrow(0, 0, 1) - same.narrow(0, 1, 1))
+        .abs()
+        .max()
+        .into_scalar();
     assert!(apart > 1e-5, "{apart}");
 }
 
@@ -90,7 +121,11 @@ fn initial_weights_depend_only_on_the_seed() {
     let config = Qwen3VlConfig::tiny(64);
     let first = parameters(&config, 7);
     // What the process-wide generator did meanwhile does not matter.
-    let _ = Tensor::<Flex, 1>::random([5], burn::tensor::Distribution::Default, &Default::default());
+    let _ = Tensor::<Flex, 1>::random(
+        [5],
+        burn::tensor::Distribution::Default,
+        &Default::default(),
+    );
     let other = std::thread::spawn({
         let config = config.clone();
         move || parameters(&config, 7)
@@ -102,16 +137,31 @@ fn initial_weights_depend_only_on_the_seed() {
 #[test]
 fn parameters_have_the_published_names_and_scales() {
     let tied = parameters(&Qwen3VlConfig::small(64), 1);
-    let untied = Qwen3VlConfig { tie_word_embeddings: Some(false), ..Qwen3VlConfig::small(64) };
+    let untied = Qwen3VlConfig {
+        tie_word_embeddings: Some(false),
+        ..Qwen3VlConfig::small(64)
+    };
     let untied = parameters(&untied, 1);
     let shape = |parameters: &[(String, Vec<usize>, Vec<f32>)], name: &str| {
-        parameters.iter().find(|(path, ..)| path == name).map(|(_, shape, _)| shape.clone())
+        parameters
+            .iter()
+            .find(|(path, ..)| path == name)
+            .map(|(_, shape, _)| shape.clone())
     };
     for (name, expected) in [
         ("model.language_model.embed_tokens.weight", vec![64, 64]),
-        ("model.language_model.layers.2.self_attn.k_proj.weight", vec![64, 32]),
-        ("model.language_model.layers.0.self_attn.q_norm.gamma", vec![16]),
-        ("model.language_model.layers.1.mlp.down_proj.weight", vec![160, 64]),
+        (
+            "model.language_model.layers.2.self_attn.k_proj.weight",
+            vec![64, 32],
+        ),
+        (
+            "model.language_model.layers.0.self_attn.q_norm.gamma",
+            vec![16],
+        ),
+        (
+            "model.language_model.layers.1.mlp.down_proj.weight",
+            vec![160, 64],
+        ),
         ("model.language_model.norm.gamma", vec![64]),
         ("model.visual.patch_embed.proj.weight", vec![32, 64]),
         ("model.visual.pos_embed.weight", vec![16, 64]),
@@ -138,7 +188,9 @@ fn parameters_have_the_published_names_and_scales() {
 #[test]
 fn a_frozen_tower_is_not_trainable() {
     let config = Qwen3VlConfig::tiny(64);
-    let model = config.init::<Autodiff<Flex>>(&Default::default(), 1).unwrap();
+    let model = config
+        .init::<Autodiff<Flex>>(&Default::default(), 1)
+        .unwrap();
     assert!(model.model.visual.is_trainable());
     let frozen = model.freeze_vision();
     assert!(!frozen.model.visual.is_trainable());

@@ -2,9 +2,7 @@
 
 use burn::{
     module::{Initializer, Module},
-    nn::{
-        Embedding, EmbeddingConfig, Linear, LinearConfig, RmsNorm, RmsNormConfig,
-    },
+    nn::{Embedding, EmbeddingConfig, Linear, LinearConfig, RmsNorm, RmsNormConfig},
     tensor::{Tensor, backend::Backend},
 };
 use burn_cp::{
@@ -31,8 +29,9 @@ impl<B: Backend> Qwen3VlText<B> {
     pub(super) fn new(config: &TextConfig, device: &B::Device) -> Result<Self, NnError> {
         let embed_tokens = EmbeddingConfig::new(config.vocab_size, config.hidden_size)
             .with_initializer(Initializer::Zeros);
-        let layers: Result<Vec<_>, _> =
-            (0..config.num_hidden_layers).map(|_| DecoderLayer::new(config, device)).collect();
+        let layers: Result<Vec<_>, _> = (0..config.num_hidden_layers)
+            .map(|_| DecoderLayer::new(config, device))
+            .collect();
         Ok(Self {
             embed_tokens: embed_tokens.init(device),
             layers: layers?,
@@ -50,7 +49,10 @@ impl<B: ContextParallelBackend> Qwen3VlText<B> {
         deepstack: Vec<Tensor<B, 2>>,
         step: &CpStep<B>,
     ) -> Tensor<B, 3> {
-        let tables = self.layers.first().and_then(|layer| layer.self_attn.tables(step));
+        let tables = self
+            .layers
+            .first()
+            .and_then(|layer| layer.self_attn.tables(step));
         let mut deepstack = deepstack.into_iter();
         let mut x = embeddings;
         for layer in &self.layers {
@@ -64,7 +66,9 @@ impl<B: ContextParallelBackend> Qwen3VlText<B> {
 }
 
 fn norm<B: Backend>(config: &TextConfig, device: &B::Device) -> RmsNorm<B> {
-    RmsNormConfig::new(config.hidden_size).with_epsilon(config.rms_norm_eps).init(device)
+    RmsNormConfig::new(config.hidden_size)
+        .with_epsilon(config.rms_norm_eps)
+        .init(device)
 }
 
 /// A layer of the decoder, norms first.
@@ -90,7 +94,10 @@ impl<B: Backend> DecoderLayer<B> {
         };
         let (hidden, inner) = (config.hidden_size, config.intermediate_size);
         Ok(Self {
-            self_attn: config.attention().with_initializer(Initializer::Zeros).init(device)?,
+            self_attn: config
+                .attention()
+                .with_initializer(Initializer::Zeros)
+                .init(device)?,
             mlp: GatedMlp {
                 gate_proj: linear(hidden, inner),
                 up_proj: linear(hidden, inner),
@@ -112,7 +119,10 @@ impl<B: ContextParallelBackend> DecoderLayer<B> {
     ) -> Tensor<B, 3> {
         let normed = rms_norm(&self.input_layernorm, x.clone());
         let x = x + self.self_attn.forward_with_tables(normed, step, tables);
-        x.clone() + self.mlp.forward(rms_norm(&self.post_attention_layernorm, x))
+        x.clone()
+            + self
+                .mlp
+                .forward(rms_norm(&self.post_attention_layernorm, x))
     }
 }
 

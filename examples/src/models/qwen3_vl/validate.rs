@@ -25,12 +25,20 @@ pub struct ConfigProblem {
 
 impl fmt::Display for ConfigProblem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: expected {}, got {}", self.path, self.expected, self.got)
+        write!(
+            f,
+            "{}: expected {}, got {}",
+            self.path, self.expected, self.got
+        )
     }
 }
 
 fn list(problems: &[ConfigProblem]) -> String {
-    problems.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
+    problems
+        .iter()
+        .map(ToString::to_string)
+        .collect::<Vec<_>>()
+        .join("; ")
 }
 
 #[derive(Default)]
@@ -45,7 +53,11 @@ impl Problems {
         got: impl fmt::Debug,
     ) {
         if !legal {
-            self.0.push(ConfigProblem { path, expected: expected.into(), got: format!("{got:?}") });
+            self.0.push(ConfigProblem {
+                path,
+                expected: expected.into(),
+                got: format!("{got:?}"),
+            });
         }
     }
 
@@ -62,7 +74,12 @@ impl Problems {
     }
 
     fn positive_number(&mut self, path: &'static str, value: f64) {
-        self.require(value.is_finite() && value > 0.0, path, "a positive number", value);
+        self.require(
+            value.is_finite() && value > 0.0,
+            path,
+            "a positive number",
+            value,
+        );
     }
 }
 
@@ -71,7 +88,13 @@ pub(super) fn validate(config: &Qwen3VlConfig) -> Result<(), ConfigError> {
     check_text(&config.text_config, &mut problems);
     check_vision(&config.vision_config, &mut problems);
     check_together(config, &mut problems);
-    if problems.0.is_empty() { Ok(()) } else { Err(ConfigError { problems: problems.0 }) }
+    if problems.0.is_empty() {
+        Ok(())
+    } else {
+        Err(ConfigError {
+            problems: problems.0,
+        })
+    }
 }
 
 fn check_text(text: &TextConfig, problems: &mut Problems) {
@@ -94,7 +117,10 @@ fn check_text(text: &TextConfig, problems: &mut Problems) {
     problems.positive_number("text_config.initializer_range", text.initializer_range);
 
     let rope = text.rope();
-    let default_type = rope.rope_type.as_deref().is_none_or(|name| name == "default");
+    let default_type = rope
+        .rope_type
+        .as_deref()
+        .is_none_or(|name| name == "default");
     problems.require(
         default_type,
         "text_config.rope_parameters.rope_type",
@@ -125,9 +151,18 @@ fn check_vision(vision: &VisionConfig, problems: &mut Problems) {
         ("vision_config.num_heads", vision.num_heads),
         ("vision_config.in_channels", vision.in_channels),
         ("vision_config.patch_size", vision.patch_size),
-        ("vision_config.spatial_merge_size", vision.spatial_merge_size),
-        ("vision_config.temporal_patch_size", vision.temporal_patch_size),
-        ("vision_config.num_position_embeddings", vision.num_position_embeddings),
+        (
+            "vision_config.spatial_merge_size",
+            vision.spatial_merge_size,
+        ),
+        (
+            "vision_config.temporal_patch_size",
+            vision.temporal_patch_size,
+        ),
+        (
+            "vision_config.num_position_embeddings",
+            vision.num_position_embeddings,
+        ),
     ]);
     // A quarter of a head turns with each of height and width, in pairs of dims.
     problems.divides(
@@ -175,10 +210,20 @@ fn check_together(config: &Qwen3VlConfig, problems: &mut Problems) {
         ("vision_end_token_id", config.vision_end_token_id),
     ] {
         let legal = usize::try_from(id).is_ok_and(|id| id < text.vocab_size);
-        problems.require(legal, path, format!("0 to below vocab_size ({})", text.vocab_size), id);
+        problems.require(
+            legal,
+            path,
+            format!("0 to below vocab_size ({})", text.vocab_size),
+            id,
+        );
     }
-    if let Initialization::FanIn { embedding_std } = config.initialization {
+    if let Initialization::FanIn {
+        embedding_std,
+        position_std,
+    } = config.initialization
+    {
         problems.positive_number("initialization.fan_in.embedding_std", embedding_std);
+        problems.positive_number("initialization.fan_in.position_std", position_std);
     }
 }
 
@@ -210,7 +255,11 @@ mod tests {
         });
         assert_eq!(
             found,
-            ["text_config.num_attention_heads", "vision_config.out_hidden_size", "image_token_id"]
+            [
+                "text_config.num_attention_heads",
+                "vision_config.out_hidden_size",
+                "image_token_id"
+            ]
         );
         let zero = paths(|config| config.vision_config.num_heads = 0);
         assert_eq!(zero, ["vision_config.num_heads"]);

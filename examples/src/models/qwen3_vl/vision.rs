@@ -54,9 +54,13 @@ impl<B: Backend> Qwen3VlVision<B> {
             .with_initializer(Initializer::Zeros);
         let merger = |post_shuffle| PatchMerger::new(config, post_shuffle, device);
         Self {
-            patch_embed: PatchEmbed { proj: linear(config.patch_dim(), hidden, device) },
+            patch_embed: PatchEmbed {
+                proj: linear(config.patch_dim(), hidden, device),
+            },
             pos_embed: pos_embed.init(device),
-            blocks: (0..config.depth).map(|_| VisionBlock::new(config, device)).collect(),
+            blocks: (0..config.depth)
+                .map(|_| VisionBlock::new(config, device))
+                .collect(),
             merger: merger(false),
             deepstack_merger_list: config
                 .deepstack_visual_indexes
@@ -71,8 +75,12 @@ impl<B: Backend> Qwen3VlVision<B> {
     fn position_embeddings(&self, geometry: &PatchGeometry, dtype: DType) -> Tensor<B, 2> {
         let grid = self.pos_embed.weight.val();
         let (device, rows) = (grid.device(), geometry.num_rows());
-        let corners: Vec<i64> =
-            geometry.corners.iter().flatten().map(|&corner| corner as i64).collect();
+        let corners: Vec<i64> = geometry
+            .corners
+            .iter()
+            .flatten()
+            .map(|&corner| corner as i64)
+            .collect();
         let corners = TensorData::new(corners, [rows * 4]);
         let weights = TensorData::new(geometry.weights.concat(), [rows, 4, 1]);
         let read = grid
@@ -97,17 +105,24 @@ impl<B: Backend> Qwen3VlVision<B> {
                 window: None,
             })
             .collect();
-        let segments = Segments::new(segments, (1, rows), (1, rows))
-            .expect("frames tile the rows of patches");
+        let segments =
+            Segments::new(segments, (1, rows), (1, rows)).expect("frames tile the rows of patches");
         let angles = geometry.angles(self.config.head_dim(), ROTARY_THETA);
         let table = |function: fn(f64) -> f64| {
             let values: Vec<f64> = angles.iter().copied().map(function).collect();
             let data = TensorData::new(values, [1, rows, self.config.head_dim() / 2]);
             // Half precision is rotated in f32.
-            let dtype = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
+            let dtype = if dtype == DType::F64 {
+                DType::F64
+            } else {
+                DType::F32
+            };
             Tensor::<B, 3>::from_data(data, (device, dtype))
         };
-        Frames { segments, tables: RotaryTables::from_cos_sin(table(f64::cos), table(f64::sin)) }
+        Frames {
+            segments,
+            tables: RotaryTables::from_cos_sin(table(f64::cos), table(f64::sin)),
+        }
     }
 }
 
@@ -143,12 +158,18 @@ impl<B: VarlenAttentionBackend> VisionTower<B> for Qwen3VlVision<B> {
         let mut deepstack = Vec::with_capacity(self.deepstack_merger_list.len());
         for (index, block) in self.blocks.iter().enumerate() {
             x = block.forward(x, &frames);
-            let place = config.deepstack_visual_indexes.iter().position(|&at| at == index);
+            let place = config
+                .deepstack_visual_indexes
+                .iter()
+                .position(|&at| at == index);
             if let Some(place) = place {
                 deepstack.push(self.deepstack_merger_list[place].forward(x.clone()));
             }
         }
-        VisionFeatures { embeddings: self.merger.forward(x), deepstack }
+        VisionFeatures {
+            embeddings: self.merger.forward(x),
+            deepstack,
+        }
     }
 }
 
@@ -162,11 +183,15 @@ impl<B: Backend> ModuleVisitor<B> for Trainable {
 }
 
 fn linear<B: Backend>(d_input: usize, d_output: usize, device: &B::Device) -> Linear<B> {
-    LinearConfig::new(d_input, d_output).with_initializer(Initializer::Zeros).init(device)
+    LinearConfig::new(d_input, d_output)
+        .with_initializer(Initializer::Zeros)
+        .init(device)
 }
 
 fn layer_norm<B: Backend>(width: usize, device: &B::Device) -> LayerNorm<B> {
-    LayerNormConfig::new(width).with_epsilon(NORM_EPSILON).init(device)
+    LayerNormConfig::new(width)
+        .with_epsilon(NORM_EPSILON)
+        .init(device)
 }
 
 /// Patch rows `[rows, patch_dim]` to `[rows, hidden_size]`. Published weights are those of a 3-D convolution whose kernel is
@@ -241,7 +266,8 @@ impl<B: VarlenAttentionBackend> VisionAttention<B> {
         let q = frames.tables.rotate(part(0));
         let k = frames.tables.rotate(part(1));
         let out = varlen_attention(q, k, part(2), &frames.segments, &AttentionOptions::new());
-        self.proj.forward(out.swap_dims(1, 2).reshape([rows, hidden]))
+        self.proj
+            .forward(out.swap_dims(1, 2).reshape([rows, hidden]))
     }
 }
 
@@ -258,7 +284,8 @@ pub struct VisionMlp<B: Backend> {
 
 impl<B: Backend> VisionMlp<B> {
     fn forward(&self, x: Tensor<B, 2>) -> Tensor<B, 2> {
-        self.linear_fc2.forward(self.activation.forward(self.linear_fc1.forward(x)))
+        self.linear_fc2
+            .forward(self.activation.forward(self.linear_fc1.forward(x)))
     }
 }
 
@@ -281,7 +308,14 @@ impl<B: Backend> PatchMerger<B> {
         let patches = config.spatial_merge_size.pow(2);
         let wide = patches * config.hidden_size;
         Self {
-            norm: layer_norm(if post_shuffle { wide } else { config.hidden_size }, device),
+            norm: layer_norm(
+                if post_shuffle {
+                    wide
+                } else {
+                    config.hidden_size
+                },
+                device,
+            ),
             linear_fc1: linear(wide, wide, device),
             linear_fc2: linear(wide, config.out_hidden_size, device),
             post_shuffle,
@@ -297,6 +331,7 @@ impl<B: Backend> PatchMerger<B> {
         } else {
             self.norm.forward(x).reshape(square)
         };
-        self.linear_fc2.forward(Activation::Gelu.forward(self.linear_fc1.forward(x)))
+        self.linear_fc2
+            .forward(Activation::Gelu.forward(self.linear_fc1.forward(x)))
     }
 }

@@ -1,0 +1,58 @@
+//! Varlen attention on one device beside Burn's own attention over the same documents, one call per document.
+
+use std::hint::black_box;
+
+use burn::{
+    backend::Flex,
+    tensor::{Distribution, Tensor, module::attention},
+};
+use burn_cp_kernels::{AttentionOptions, Segment, Segments, attention_forward};
+use criterion::{Criterion, criterion_group, criterion_main};
+
+const LENGTHS: [usize; 6] = [17, 64, 128, 200, 300, 315];
+const NUM_HEADS: usize = 4;
+const HEAD_DIM: usize = 32;
+
+fn varlen(c: &mut Criterion) {
+    let device = Default::default();
+    let tokens: usize = LENGTHS.iter().sum();
+    let random = || Tensor::<Flex, 4>::random([1, NUM_HEADS, tokens, HEAD_DIM], Distribution::Default, &device);
+    let (q, k, v) = (random(), random(), random());
+    let mut ranges = Vec::new();
+    let mut start = 0;
+    for len in LENGTHS {
+        ranges.push(start..start + len);
+        start += len;
+    }
+    let segments = ranges
+        .iter()
+        .map(|tokens| Segment {
+            q_row: 0,
+            q: tokens.clone(),
+            k_row: 0,
+            k: tokens.clone(),
+            k_position: 0,
+            causal: true,
+            window: None,
+        })
+        .collect();
+    let segments = Segments::new(segments, (1, tokens), (1, tokens)).expect("documents that fill their row");
+    let options = AttentionOptions::new();
+    let mut group = c.benchmark_group("forward, 1,024 tokens in 6 documents, Flex f32");
+    group.bench_function("burn-cp varlen", |b| {
+        b.iter(|| black_box(attention_forward(q.clone(), k.clone(), v.clone(), &segments, &options)));
+    });
+    group.bench_function("burn attention per document", |b| {
+        b.iter(|| {
+            for range in &ranges {
+                let part = |x: &Tensor<Flex, 4>| x.clone().slice([0..1, 0..NUM_HEADS, range.clone(), 0..HEAD_DIM]);
+                let options = burn::tensor::ops::AttentionModuleOptions { is_causal: true, ..Default::default() };
+                black_box(attention(part(&q), part(&k), part(&v), None, None, options));
+            }
+        });
+    });
+    group.finish();
+}
+
+criterion_group!(benches, varlen);
+criterion_main!(benches);

@@ -1,0 +1,246 @@
+//! What the interface promises besides accuracy.
+
+use burn::{
+    backend::{Flex, NdArray},
+    tensor::{DType, Tensor},
+};
+use burn_cp_kernels::{
+    AttentionBackend, AttentionBackwardInput, AttentionError, AttentionOptions, Segment, Segments,
+    attention_backward, attention_forward, check, varlen_attention,
+};
+
+use crate::support::{Case, Heads, Results, SMALL, causal, document, full, norm, relative, values};
+
+fn on_both(test: impl Fn(&dyn Fn(&Case) -> Results)) {
+    test(&|case| case.actual::<Flex>(DType::F32));
+    test(&|case| case.actual::<NdArray>(DType::F32));
+}
+
+#[test]
+fn no_segments_give_zeros() {
+    on_both(|run| {
+        let results = run(&Case::new(vec![], (2, 5), (1, 3), SMALL));
+        assert!(results.lse.iter().all(|x| *x == f64::NEG_INFINITY));
+        for values in [&results.out, &results.dq, &results.dk, &results.dv] {
+            assert!(values.iter().all(|x| *x == 0.0));
+        }
+    });
+}
+
+#[test]
+fn empty_buffers_are_legal() {
+    on_both(|run| {
+        let results = run(&Case::new(
+            vec![causal(0..3, 0..0, 0)],
+            (1, 3),
+            (1, 0),
+            SMALL,
+        ));
+        assert!(results.out.iter().chain(&results.dq).all(|x| *x == 0.0));
+        assert!(results.dk.is_empty());
+        let results = run(&Case::new(
+            vec![causal(0..0, 0..3, 0)],
+            (1, 0),
+            (1, 3),
+            SMALL,
+        ));
+        assert!(results.dv.iter().all(|x| *x == 0.0));
+        assert!(results.out.is_empty());
+    });
+}
+
+#[test]
+fn poison_in_rows_that_no_segment_reaches_does_not_leak() {
+    // Keys 0..20 and 60..70 are seen by nobody: named by no segment, or left behind by a window.
+    // Queries 0..5 are named by no segment, queries 5..8 see no key.
+    let mut segments = vec![
+        causal(5..28, 20..40, 0),
+        Segment {
+            window: Some(4),
+            ..causal(28..30, 60..80, 0)
+        },
+    ];
+    segments.push(full(causal(30..40, 40..60, 0)));
+    let clean = Case::new(segments, (1, 50), (1, 90), SMALL);
+    for poison in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
+        let mut dirty = clean.clone();
+        let dims = 16;
+        for head in 0..2 {
+            for key in (0..20).chain(60..70).chain(80..90) {
+                let at = (head * 90 + key) * dims;
+                dirty.k[at..at + dims].fill(poison);
+                dirty.v[at..at + dims].fill(poison);
+            }
+            for query in (0..8).chain(40..50) {
+                let at = (head * 50 + query) * dims;
+                dirty.q[at..at + dims].fill(poison);
+                dirty.dout[at..at + dims].fill(poison);
+            }
+        }
+        on_both(|run| assert_eq!(run(&dirty), run(&clean)));
+    }
+}
+
+#[test]
+fn a_document_does_not_see_its_neighbours() {
+    let clean = Case::packed(&[30, 40, 50], SMALL);
+    let mut dirty = clean.clone();
+    for head in 0..2 {
+        for token in 30..70 {
+            let at = (head * 120 + token) * 16;
+            for values in [&mut dirty.q, &mut dirty.k, &mut dirty.v, &mut dirty.dout] {
+                values[at..at + 16].fill(f64::NAN);
+            }
+        }
+    }
+    on_both(|run| {
+        let (clean, dirty) = (run(&clean), run(&dirty));
+        let kept = |values: &[f64]| -> Vec<f64> {
+            let token = |index: &usize| (index / 16) % 120;
+            (0..values.len())
+                .filter(|index| !(30..70).contains(&token(index)))
+                .map(|index| values[index])
+                .collect()
+        };
+        assert_eq!(kept(&clean.out), kept(&dirty.out));
+        assert_eq!(kept(&clean.dq), kept(&dirty.dq));
+        assert_eq!(kept(&clean.dk), kept(&dirty.dk));
+        assert_eq!(kept(&clean.dv), kept(&dirty.dv));
+        assert!(dirty.out[40 * 16].is_nan());
+    });
+}
+
+#[test]
+fn repeats_are_equal_to_the_bit() {
+    let heads = Heads {
+        num_heads: 4,
+        num_kv_heads: 2,
+        ..SMALL
+    };
+    let case = Case::packed(&[100, 7, 80], heads);
+    on_both(|run| assert_eq!(run(&case), run(&case)));
+}
+
+/// Output, log-sum-exp and gradients of queries whose keys are split in two, the results merged.
+fn merged_halves<B: AttentionBackend>(case: &Case, halves: [Segments; 2]) -> Results {
+    let [q, k, v] = case.qkv::<B>(DType::F64);
+    let dout = case.dout::<B>(DType::F64);
+    let parts = halves
+        .each_ref()
+        .map(|half| attention_forward(q.clone(), k.clone(), v.clone(), half, &case.options));
+    let lse = (parts[0].lse.clone().exp() + parts[1].lse.clone().exp()).log();
+    let weighted = |index: usize| {
+        let part: &burn_cp_kernels::AttentionOutput<Tensor<B, 4>, Tensor<B, 3>> = &parts[index];
+        part.out.clone() * (part.lse.clone() - lse.clone()).exp().unsqueeze_dim(3)
+    };
+    let out = weighted(0) + weighted(1);
+    let grads = halves.each_ref().map(|half| {
+        let input = AttentionBackwardInput::new(
+            q.clone(),
+            k.clone(),
+            v.clone(),
+            out.clone(),
+            lse.clone(),
+            dout.clone(),
+        );
+        attention_backward(input, half, &case.options)
+    });
+    let [first, second] = grads;
+    Results {
+        out: values(&out),
+        lse: values(&lse),
+        dq: values(&(first.dq + second.dq)),
+        dk: values(&(first.dk + second.dk)),
+        dv: values(&(first.dv + second.dv)),
+    }
+}
+
+#[test]
+fn backward_accepts_merged_output_and_lse() {
+    let case = Case::new(vec![causal(0..30, 0..100, 0)], (1, 30), (1, 100), SMALL);
+    let half = |segment| Segments::new(vec![segment], (1, 30), (1, 100)).unwrap();
+    let halves = [
+        half(full(causal(0..30, 0..70, 0))),
+        half(causal(0..30, 70..100, 70)),
+    ];
+    let (actual, expected) = (
+        merged_halves::<NdArray<f64>>(&case, halves),
+        case.expected(),
+    );
+    for (actual, expected) in [
+        (&actual.out, &expected.out),
+        (&actual.lse, &expected.lse),
+        (&actual.dq, &expected.dq),
+        (&actual.dk, &expected.dk),
+        (&actual.dv, &expected.dv),
+    ] {
+        assert!(relative(actual, expected) < 1e-13);
+        assert!(norm(expected) > 1.0);
+    }
+}
+
+#[test]
+fn tensors_that_do_not_fit_are_refused() {
+    let device = Default::default();
+    let segments = Segments::new(vec![document(0..4)], (1, 4), (1, 4)).unwrap();
+    let zeros = |shape: [usize; 4]| Tensor::<Flex, 4>::zeros(shape, &device);
+    let error =
+        |q, k, v, options: &AttentionOptions| check(&q, &k, &v, &segments, options).unwrap_err();
+    let (q, k, v) = (
+        zeros([1, 4, 4, 8]),
+        zeros([1, 2, 4, 8]),
+        zeros([1, 2, 4, 6]),
+    );
+    let defaults = AttentionOptions::new();
+    assert!(check(&q, &k, &v, &segments, &defaults).is_ok());
+    let heads = error(zeros([1, 3, 4, 8]), k.clone(), v.clone(), &defaults);
+    assert!(matches!(heads, AttentionError::HeadGroups { .. }));
+    let shape = error(q.clone(), k.clone(), zeros([1, 2, 5, 6]), &defaults);
+    assert!(matches!(shape, AttentionError::Shape { what: "v", .. }));
+    let dtype = error(q.clone(), k.clone().cast(DType::F64), v.clone(), &defaults);
+    assert!(matches!(dtype, AttentionError::DType { what: "k", .. }));
+    let scale = error(q, k, v, &AttentionOptions::new().with_scale(f64::NAN));
+    assert!(matches!(
+        scale,
+        AttentionError::Option { what: "scale", .. }
+    ));
+}
+
+#[test]
+#[should_panic(expected = "num_heads: expected a multiple of num_kv_heads = 2, got 3")]
+fn a_broken_contract_panics_with_the_error() {
+    let device = <Flex as burn::tensor::backend::BackendTypes>::Device::default();
+    let zeros = |heads| Tensor::<Flex, 4>::zeros([1, heads, 4, 8], &device);
+    let segments = Segments::new(vec![document(0..4)], (1, 4), (1, 4)).unwrap();
+    varlen_attention(
+        zeros(3),
+        zeros(2),
+        zeros(2),
+        &segments,
+        &AttentionOptions::new(),
+    );
+}
+
+#[test]
+fn views_are_accepted_like_contiguous_tensors() {
+    fn run<B: AttentionBackend>(case: &Case) {
+        let [q, k, v] = case.qkv::<B>(DType::F32);
+        let plain = attention_forward(
+            q.clone(),
+            k.clone(),
+            v.clone(),
+            &case.segments,
+            &case.options,
+        );
+        // Token-major in memory, and a slice of something wider.
+        let view = |t: Tensor<B, 4>| (t.swap_dims(1, 2) * 1.0).swap_dims(1, 2);
+        let [batch, heads, tokens, dim] = k.dims();
+        let wide = Tensor::cat(vec![k.clone(), k.clone()], 3);
+        let k = wide.slice([0..batch, 0..heads, 0..tokens, dim..2 * dim]);
+        let viewed = attention_forward(view(q), k, view(v), &case.segments, &case.options);
+        assert_eq!(values(&plain.out), values(&viewed.out));
+    }
+    let case = Case::packed(&[30, 5, 70], SMALL);
+    run::<Flex>(&case);
+    run::<NdArray>(&case);
+}

@@ -1,0 +1,335 @@
+//! Cases, inputs, textbook attention, and the accuracy rule.
+
+use std::ops::Range;
+
+use burn::{
+    backend::Autodiff,
+    tensor::{Bool, DType, Tensor, TensorData, activation::softmax, backend::Backend},
+};
+use burn_cp_kernels::{
+    AttentionBackend, AttentionBackwardInput, AttentionOptions, AttentionProblem, Segment,
+    Segments, attention_backward, attention_forward, reference,
+};
+use proptest::{prelude::RngExt, test_runner::TestRng};
+
+/// A causal segment of row 0 over equal token and key ranges: a packed document.
+pub fn document(tokens: Range<usize>) -> Segment {
+    causal(tokens.clone(), tokens, 0)
+}
+
+/// A causal segment of row 0.
+pub fn causal(q: Range<usize>, k: Range<usize>, k_position: usize) -> Segment {
+    Segment {
+        q_row: 0,
+        q,
+        k_row: 0,
+        k,
+        k_position,
+        causal: true,
+        window: None,
+    }
+}
+
+pub fn full(segment: Segment) -> Segment {
+    Segment {
+        causal: false,
+        ..segment
+    }
+}
+
+pub fn window(segment: Segment, window: usize) -> Segment {
+    Segment {
+        window: Some(window),
+        ..segment
+    }
+}
+
+/// Packed documents of these lengths from token `start` on.
+pub fn packed(lengths: &[usize], start: usize) -> Vec<Segment> {
+    let mut end = start;
+    lengths
+        .iter()
+        .map(|len| {
+            end += len;
+            document(end - len..end)
+        })
+        .collect()
+}
+
+/// One attention call on the host, with f64 values.
+#[derive(Debug, Clone)]
+pub struct Case {
+    pub segments: Segments,
+    pub problem: AttentionProblem,
+    pub options: AttentionOptions,
+    pub q: Vec<f64>,
+    pub k: Vec<f64>,
+    pub v: Vec<f64>,
+    pub dout: Vec<f64>,
+}
+
+/// Sizes besides those of the segments.
+#[derive(Debug, Clone, Copy)]
+pub struct Heads {
+    pub num_heads: usize,
+    pub num_kv_heads: usize,
+    pub head_dim: usize,
+    pub v_head_dim: usize,
+}
+
+pub const SMALL: Heads = Heads {
+    num_heads: 2,
+    num_kv_heads: 2,
+    head_dim: 16,
+    v_head_dim: 16,
+};
+
+impl Case {
+    /// Normally distributed inputs that depend on the sizes only. The first query of each segment
+    /// looks hard at one key, so that not every softmax is flat.
+    pub fn new(segments: Vec<Segment>, q: (usize, usize), k: (usize, usize), heads: Heads) -> Self {
+        let segments = Segments::new(segments, q, k).unwrap();
+        let q_shape = [q.0, heads.num_heads, q.1, heads.head_dim];
+        let k_shape = [k.0, heads.num_kv_heads, k.1, heads.head_dim];
+        let v_shape = [k.0, heads.num_kv_heads, k.1, heads.v_head_dim];
+        let problem = AttentionProblem::new(q_shape, k_shape, v_shape, &segments).unwrap();
+        let mut rng = TestRng::deterministic_rng(proptest::test_runner::RngAlgorithm::ChaCha);
+        let mut normal = |shape: [usize; 4], size: f64| -> Vec<f64> {
+            let len = shape.iter().product();
+            let uniform = |rng: &mut TestRng| rng.random_range(-1.0..1.0f64);
+            // Sum of three uniforms: variance 1, near enough to normal.
+            (0..len)
+                .map(|_| size * (0..3).map(|_| uniform(&mut rng)).sum::<f64>())
+                .collect()
+        };
+        Self {
+            q: normal(q_shape, 1.5),
+            k: normal(k_shape, 1.0),
+            v: normal(v_shape, 1.0),
+            dout: normal(problem.out_shape(), 1.0),
+            options: AttentionOptions::new(),
+            segments,
+            problem,
+        }
+    }
+
+    pub fn packed(lengths: &[usize], heads: Heads) -> Self {
+        let tokens = lengths.iter().sum();
+        Self::new(packed(lengths, 0), (1, tokens), (1, tokens), heads)
+    }
+
+    /// Rounds the inputs to a dtype, so that the reference sees what the backend sees.
+    pub fn rounded(mut self, dtype: DType) -> Self {
+        for values in [&mut self.q, &mut self.k, &mut self.v, &mut self.dout] {
+            let data = TensorData::new(values.clone(), [values.len()]).convert_dtype(dtype);
+            *values = data.iter::<f64>().collect();
+        }
+        self
+    }
+
+    pub fn tensor<B: Backend>(
+        &self,
+        values: &[f64],
+        shape: [usize; 4],
+        dtype: DType,
+    ) -> Tensor<B, 4> {
+        let data = TensorData::new(values.to_vec(), shape).convert_dtype(dtype);
+        Tensor::from_data(data, (&B::Device::default(), dtype))
+    }
+
+    pub fn qkv<B: Backend>(&self, dtype: DType) -> [Tensor<B, 4>; 3] {
+        [
+            self.tensor(&self.q, self.problem.q_shape(), dtype),
+            self.tensor(&self.k, self.problem.k_shape(), dtype),
+            self.tensor(&self.v, self.problem.v_shape(), dtype),
+        ]
+    }
+
+    pub fn dout<B: Backend>(&self, dtype: DType) -> Tensor<B, 4> {
+        self.tensor(&self.dout, self.problem.out_shape(), dtype)
+    }
+
+    /// The f64 reference.
+    pub fn expected(&self) -> Results {
+        let (p, s, o) = (&self.problem, &self.segments, &self.options);
+        let output = reference::attention_forward(&self.q, &self.k, &self.v, p, s, o);
+        let qkv: [&[f64]; 3] = [&self.q, &self.k, &self.v];
+        let grads = reference::attention_backward(qkv, &self.dout, p, s, o);
+        Results {
+            out: output.out,
+            lse: output.lse,
+            dq: grads.dq,
+            dk: grads.dk,
+            dv: grads.dv,
+        }
+    }
+
+    /// What is tested.
+    pub fn actual<B: AttentionBackend>(&self, dtype: DType) -> Results {
+        let [q, k, v] = self.qkv::<B>(dtype);
+        let (s, o) = (&self.segments, &self.options);
+        let output = attention_forward(q.clone(), k.clone(), v.clone(), s, o);
+        assert_eq!(output.out.dtype(), dtype);
+        let (out, lse) = (values(&output.out), values(&output.lse));
+        let input =
+            AttentionBackwardInput::new(q, k, v, output.out, output.lse, self.dout::<B>(dtype));
+        let grads = attention_backward(input, s, o);
+        assert_eq!(grads.dk.dtype(), dtype);
+        Results {
+            out,
+            lse,
+            dq: values(&grads.dq),
+            dk: values(&grads.dk),
+            dv: values(&grads.dv),
+        }
+    }
+
+    /// Textbook attention in Burn's operations, one segment at a time, gradients by autodiff.
+    pub fn textbook<B: Backend>(&self, dtype: DType) -> Results {
+        let [q, k, v] = self.qkv::<Autodiff<B>>(dtype).map(Tensor::require_grad);
+        let device = q.device();
+        let mut out = Tensor::zeros(self.problem.out_shape(), (&device, dtype));
+        let mut lse = Tensor::full(
+            self.problem.lse_shape(),
+            f64::NEG_INFINITY,
+            (&device, dtype),
+        );
+        for segment in &self.segments {
+            let blind = segment.num_blind_queries();
+            if blind == segment.num_q() {
+                continue;
+            }
+            let rows = segment.q.start + blind..segment.q.end;
+            let row = segment.q_row..segment.q_row + 1;
+            let heads = 0..self.problem.num_heads;
+            let (part, part_lse) = self.textbook_segment(segment, &q, &k, &v);
+            let dim = 0..self.problem.v_head_dim;
+            out = out.slice_assign([row.clone(), heads.clone(), rows.clone(), dim], part);
+            lse = lse.slice_assign([row, heads, rows], part_lse);
+        }
+        let dout = self.dout::<Autodiff<B>>(dtype);
+        let grads = (out.clone() * dout).sum().backward();
+        let grad = |tensor: &Tensor<Autodiff<B>, 4>| match tensor.grad(&grads) {
+            Some(grad) => values(&grad),
+            None => vec![0.0; tensor.shape().num_elements()],
+        };
+        Results {
+            out: values(&out),
+            lse: values(&lse),
+            dq: grad(&q),
+            dk: grad(&k),
+            dv: grad(&v),
+        }
+    }
+
+    fn textbook_segment<B: Backend>(
+        &self,
+        segment: &Segment,
+        q: &Tensor<B, 4>,
+        k: &Tensor<B, 4>,
+        v: &Tensor<B, 4>,
+    ) -> (Tensor<B, 4>, Tensor<B, 3>) {
+        let [heads, kv_heads] = [self.problem.num_heads, self.problem.num_kv_heads];
+        let blind = segment.num_blind_queries();
+        let (num_q, num_k) = (segment.num_q() - blind, segment.num_k());
+        let q = q.clone().slice([
+            segment.q_row..segment.q_row + 1,
+            0..heads,
+            segment.q.start + blind..segment.q.end,
+            0..self.problem.head_dim,
+        ]);
+        let keys = |tensor: &Tensor<B, 4>, dim: usize| {
+            let row = segment.k_row..segment.k_row + 1;
+            tensor
+                .clone()
+                .slice([row, 0..kv_heads, segment.k.clone(), 0..dim])
+                .reshape([1, kv_heads, 1, num_k * dim])
+                .repeat_dim(2, heads / kv_heads)
+                .reshape([1, heads, num_k, dim])
+        };
+        let k = keys(k, self.problem.head_dim);
+        let v = keys(v, self.problem.v_head_dim);
+        let scale = self.options.scale_for(self.problem.head_dim);
+        let hidden: Vec<bool> = (blind..segment.num_q())
+            .flat_map(|t| (0..num_k).map(move |j| !segment.visible_keys(t).contains(&j)))
+            .collect();
+        let hidden = TensorData::new(hidden, [1, 1, num_q, num_k]);
+        let hidden = Tensor::<B, 4, Bool>::from_data(hidden, &q.device());
+        let scores = (q.matmul(k.swap_dims(2, 3)) * scale).mask_fill(hidden, f64::NEG_INFINITY);
+        let max = scores.clone().max_dim(3);
+        let lse = max.clone() + (scores.clone() - max).exp().sum_dim(3).log();
+        (
+            softmax(scores, 3).matmul(v),
+            lse.reshape([1, heads, num_q]).detach(),
+        )
+    }
+
+    /// The accuracy rule: an error of at most twice the textbook's, plus 4 eps.
+    pub fn check_accuracy<B: AttentionBackend>(&self, dtype: DType, eps: f64) {
+        let expected = self.expected();
+        let actual = self.actual::<B>(dtype);
+        let textbook = self.textbook::<B>(dtype);
+        for (name, expected, actual, textbook) in [
+            ("out", &expected.out, &actual.out, &textbook.out),
+            ("lse", &expected.lse, &actual.lse, &textbook.lse),
+            ("dq", &expected.dq, &actual.dq, &textbook.dq),
+            ("dk", &expected.dk, &actual.dk, &textbook.dk),
+            ("dv", &expected.dv, &actual.dv, &textbook.dv),
+        ] {
+            for (index, (expected, actual)) in expected.iter().zip(actual).enumerate() {
+                let same = actual.is_finite() || actual == expected;
+                assert!(same, "{name}[{index}]: expected {expected}, got {actual}");
+                // Rows without keys: 0 and -inf, exactly.
+                assert_eq!(
+                    expected.is_infinite(),
+                    actual.is_infinite(),
+                    "{name}[{index}]"
+                );
+            }
+            let size = norm(expected);
+            let (ours, theirs) = (distance(actual, expected), distance(textbook, expected));
+            let limit = 2.0 * theirs + 4.0 * eps * size;
+            assert!(
+                ours <= limit,
+                "{name}: error {:e}, textbook {:e}",
+                ours / size,
+                theirs / size
+            );
+        }
+    }
+}
+
+#[derive(Debug, Clone, PartialEq)]
+pub struct Results {
+    pub out: Vec<f64>,
+    pub lse: Vec<f64>,
+    pub dq: Vec<f64>,
+    pub dk: Vec<f64>,
+    pub dv: Vec<f64>,
+}
+
+pub fn values<B: Backend, const D: usize>(tensor: &Tensor<B, D>) -> Vec<f64> {
+    tensor.to_data().iter::<f64>().collect()
+}
+
+fn finite(values: &[f64]) -> impl Iterator<Item = f64> {
+    values.iter().map(|x| if x.is_finite() { *x } else { 0.0 })
+}
+
+pub fn norm(values: &[f64]) -> f64 {
+    finite(values).map(|x| x * x).sum::<f64>().sqrt()
+}
+
+pub fn distance(a: &[f64], b: &[f64]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    finite(a)
+        .zip(finite(b))
+        .map(|(a, b)| (a - b).powi(2))
+        .sum::<f64>()
+        .sqrt()
+}
+
+/// Largest error relative to the norm of `expected`.
+pub fn relative(actual: &[f64], expected: &[f64]) -> f64 {
+    distance(actual, expected) / norm(expected).max(f64::MIN_POSITIVE)
+}

@@ -1,0 +1,337 @@
+//! What a run is: flags and configuration file, one set of names.
+
+use std::{fs, path::Path};
+
+use burn_cp::{
+    layout::LayoutPolicy, mesh::DeviceMesh, plan::ExchangeStrategy, sharder::ContextParallelConfig,
+    vision::VisionShardingConfig,
+};
+use clap::ValueEnum;
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    data::{DataConfig, DataError, PackSource, PatchShape, Split, vocabulary},
+    models::qwen3_vl::Qwen3VlConfig,
+};
+
+/// How tokens are dealt out to ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum Layout {
+    /// Equal consecutive parts.
+    Contiguous,
+    /// A part from the front and one from the back, which balances causal attention over one long document.
+    HeadTail,
+}
+
+/// How keys and values get to the ranks that need them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum Exchange {
+    /// Every rank gets all of them.
+    AllGather,
+    /// Every rank gets those that its tokens see.
+    NeededOnly,
+}
+
+/// Where the vision tower runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum Vision {
+    /// Every rank encodes every frame.
+    Replicated,
+    /// Frames are split over the ranks, however few there are.
+    Sharded,
+}
+
+/// What backward keeps and what it computes again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum Checkpointing {
+    /// Keep everything.
+    None,
+    /// Compute cheap operations again.
+    Balanced,
+}
+
+/// Which model is trained.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum ModelSize {
+    /// For comparisons: a few steps take seconds.
+    Tiny,
+    /// Learns the task in minutes.
+    Small,
+}
+
+/// A training run. Every field may stand in a configuration file.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct TrainConfig {
+    /// Number of ranks, threads of one process.
+    pub ranks: usize,
+    /// Ranks along the data-parallel axis; the others share each sequence.
+    pub dp: usize,
+    /// Which rank owns which tokens.
+    pub layout: Layout,
+    /// How keys and values travel.
+    pub exchange: Exchange,
+    /// Where the vision tower runs.
+    pub vision: Vision,
+    /// Whether the vision tower is left as it was initialised.
+    pub freeze_vision: bool,
+    /// What backward computes again.
+    pub checkpointing: Checkpointing,
+    /// Optimizer steps.
+    pub steps: u64,
+    /// Decides documents, packs and initial weights.
+    pub seed: u64,
+    /// Tokens of a pack.
+    pub tokens: usize,
+    /// Packs of one optimizer step; divisible by `dp`.
+    pub packs_per_step: usize,
+    /// Which model.
+    pub size: ModelSize,
+    /// Highest learning rate.
+    pub learning_rate: f64,
+    /// Steps over which the learning rate rises.
+    pub warmup_steps: u64,
+    /// Weight decay of AdamW.
+    pub weight_decay: f64,
+    /// Second moment's decay of AdamW.
+    pub beta_2: f64,
+    /// Largest norm of all gradients together.
+    pub clip_norm: f64,
+    /// Packs of held-out images that accuracy is measured on.
+    pub heldout_packs: u64,
+    /// Steps between two measurements of held-out accuracy and two rows of the table.
+    pub eval_every: u64,
+    /// Steps between two checkpoints.
+    pub checkpoint_every: u64,
+    /// Seconds that a rank waits for its peers.
+    pub deadline_seconds: u64,
+    /// What documents look like. The tiny size has no ramp.
+    pub data: DataConfig,
+}
+
+impl Default for TrainConfig {
+    fn default() -> Self {
+        Self {
+            ranks: 2,
+            dp: 1,
+            layout: Layout::HeadTail,
+            exchange: Exchange::NeededOnly,
+            vision: Vision::Sharded,
+            freeze_vision: false,
+            checkpointing: Checkpointing::None,
+            steps: 600,
+            seed: 1,
+            tokens: 512,
+            packs_per_step: 2,
+            size: ModelSize::Small,
+            learning_rate: 1.5e-3,
+            warmup_steps: 30,
+            weight_decay: 0.05,
+            beta_2: 0.95,
+            clip_norm: 1.0,
+            heldout_packs: 8,
+            eval_every: 75,
+            checkpoint_every: 75,
+            deadline_seconds: 600,
+            data: DataConfig::default(),
+        }
+    }
+}
+
+/// A run that cannot be started. The field's name is that of the flag and of the configuration file.
+#[derive(Debug, thiserror::Error)]
+pub enum TrainConfigError {
+    /// A field has a value out of range.
+    #[error("{field}: expected {expected}, got {got}")]
+    Field {
+        /// The field.
+        field: &'static str,
+        /// What it may be.
+        expected: String,
+        /// What it is.
+        got: String,
+    },
+    /// Ranks and mesh do not fit.
+    #[error("ranks and dp: {0}")]
+    Mesh(#[from] burn_cp::mesh::MeshError),
+    /// The documents do not fit, or the digits cannot be read.
+    #[error("data: {0}")]
+    Data(#[from] DataError),
+    /// The model does not fit together.
+    #[error(transparent)]
+    Model(#[from] crate::models::qwen3_vl::ConfigError),
+}
+
+impl TrainConfig {
+    /// The mesh, `dp × cp`.
+    ///
+    /// # Errors
+    /// `ranks` is 0 or not a multiple of `dp`.
+    pub fn mesh(&self) -> Result<DeviceMesh, TrainConfigError> {
+        if self.ranks == 0 {
+            return Err(field("ranks", "at least 1", 0));
+        }
+        if self.dp == 0 || self.ranks % self.dp != 0 {
+            return Err(field("dp", &format!("a divisor of ranks = {}", self.ranks), self.dp));
+        }
+        let mesh = DeviceMesh::new([("dp", self.dp), ("cp", self.ranks / self.dp)])?;
+        mesh.check_world(self.ranks)?;
+        Ok(mesh)
+    }
+
+    /// The model's configuration.
+    pub fn model(&self) -> Qwen3VlConfig {
+        match self.size {
+            ModelSize::Tiny => Qwen3VlConfig::tiny(vocabulary::SIZE),
+            ModelSize::Small => Qwen3VlConfig::small(vocabulary::SIZE),
+        }
+    }
+
+    /// How sequences are sharded.
+    pub fn context_parallel(&self) -> ContextParallelConfig {
+        ContextParallelConfig {
+            layout: match self.layout {
+                Layout::Contiguous => LayoutPolicy::Contiguous { multiple: 1 },
+                Layout::HeadTail => LayoutPolicy::HeadTail,
+            },
+            exchange: match self.exchange {
+                Exchange::AllGather => ExchangeStrategy::AllGather,
+                Exchange::NeededOnly => ExchangeStrategy::NeededOnly,
+            },
+            vision: match self.vision {
+                Vision::Replicated => VisionShardingConfig::replicated(),
+                Vision::Sharded => VisionShardingConfig::always(),
+            },
+            padding_token_id: vocabulary::PAD,
+            ..ContextParallelConfig::default()
+        }
+    }
+
+    /// The packs of one split.
+    ///
+    /// # Errors
+    /// Documents that do not fit into a pack.
+    pub fn packs(&self, split: Split) -> Result<PackSource, TrainConfigError> {
+        let vision = self.model().vision_config;
+        let shape = PatchShape {
+            patch_size: vision.patch_size,
+            merge_size: vision.spatial_merge_size,
+            temporal_patch_size: vision.temporal_patch_size,
+            channels: vision.in_channels,
+        };
+        let mut data = self.data.clone();
+        if self.size == ModelSize::Tiny {
+            // Comparisons of a few steps want long documents from the first one.
+            data.ramp_packs = 0;
+        }
+        Ok(PackSource::new(self.seed, self.tokens, split, data, shape)?)
+    }
+
+    /// The same run on one rank: what `--compare` trains beside it.
+    #[must_use]
+    pub fn on_one_rank(&self) -> Self {
+        Self { ranks: 1, dp: 1, vision: Vision::Replicated, ..self.clone() }
+    }
+
+    /// Checks every field before anything is started or written.
+    ///
+    /// # Errors
+    /// The first field that is out of range.
+    pub fn validate(&self) -> Result<(), TrainConfigError> {
+        self.mesh()?;
+        if self.packs_per_step == 0 || self.packs_per_step % self.dp != 0 {
+            let expected = format!("a multiple of dp = {}", self.dp);
+            return Err(field("packs_per_step", &expected, self.packs_per_step));
+        }
+        for (name, value) in [
+            ("steps", self.steps),
+            ("heldout_packs", self.heldout_packs),
+            ("eval_every", self.eval_every),
+            ("checkpoint_every", self.checkpoint_every),
+            ("deadline_seconds", self.deadline_seconds),
+        ] {
+            if value == 0 {
+                return Err(field(name, "at least 1", value));
+            }
+        }
+        for (name, value) in [("learning_rate", self.learning_rate), ("clip_norm", self.clip_norm)] {
+            if !(value.is_finite() && value > 0.0) {
+                return Err(field(name, "a positive number", value));
+            }
+        }
+        if !(self.weight_decay.is_finite() && self.weight_decay >= 0.0) {
+            return Err(field("weight_decay", "a number of at least 0", self.weight_decay));
+        }
+        if !(0.0..1.0).contains(&self.beta_2) {
+            return Err(field("beta_2", "a number from 0 to below 1", self.beta_2));
+        }
+        self.model().validate()?;
+        self.packs(Split::Train)?;
+        Ok(())
+    }
+}
+
+fn field(field: &'static str, expected: &str, got: impl ToString) -> TrainConfigError {
+    TrainConfigError::Field { field, expected: expected.to_owned(), got: got.to_string() }
+}
+
+/// A configuration file that cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigFileError {
+    /// It cannot be read.
+    #[error("{path}: {reason}")]
+    Read {
+        /// The file.
+        path: String,
+        /// The system's reason.
+        reason: String,
+    },
+    /// Its name ends neither in `.toml` nor in `.json`.
+    #[error("{path}: expected a file name that ends in .toml or .json")]
+    Kind {
+        /// The file.
+        path: String,
+    },
+    /// A field is unknown or wrong, or the file is not well-formed.
+    #[error("{path}: at {field}: {reason}")]
+    Field {
+        /// The file.
+        path: String,
+        /// Path of the field within the file.
+        field: String,
+        /// What is wrong.
+        reason: String,
+    },
+}
+
+/// Reads a configuration file, TOML or JSON by its name.
+///
+/// # Errors
+/// It cannot be read, is of another kind, or has an unknown or wrong field, which is named with its path.
+pub fn load_config(path: &Path) -> Result<TrainConfig, ConfigFileError> {
+    let shown = path.display().to_string();
+    let text = fs::read_to_string(path)
+        .map_err(|error| ConfigFileError::Read { path: shown.clone(), reason: error.to_string() })?;
+    let wrong = |field: String, reason: String| ConfigFileError::Field { path: shown.clone(), field, reason };
+    match path.extension().and_then(|extension| extension.to_str()) {
+        Some("toml") => {
+            let parsed = toml::Deserializer::parse(&text)
+                .map_err(|error| wrong("the file's syntax".into(), error.to_string()))?;
+            serde_path_to_error::deserialize(parsed)
+                .map_err(|error| wrong(error.path().to_string(), error.inner().message().to_owned()))
+        }
+        Some("json") => {
+            let mut parsed = serde_json::Deserializer::from_str(&text);
+            let config = serde_path_to_error::deserialize(&mut parsed)
+                .map_err(|error| wrong(error.path().to_string(), error.inner().to_string()))?;
+            parsed.end().map_err(|error| wrong("the file's end".into(), error.to_string()))?;
+            Ok(config)
+        }
+        _ => Err(ConfigFileError::Kind { path: shown }),
+    }
+}

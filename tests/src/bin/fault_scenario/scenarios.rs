@@ -1,0 +1,310 @@
+//! What goes wrong, where, and the training step in which it does.
+
+use std::{error::Error, sync::Arc, thread, time::Duration};
+
+use burn::{
+    module::Module,
+    optim::GradientsParams,
+    tensor::{DType, Device, Tensor, TensorData},
+};
+use burn_cp::{
+    batch::{Media, SequenceBatch},
+    collectives,
+    comm::{self, ProcessGroup, RankContext},
+    layout::{Documents, LayoutPolicy},
+    mesh::DeviceMesh,
+    nn::SequenceSharded,
+    optim,
+    sharder::{ContextParallel, ContextParallelConfig},
+    vision::VisionShardingConfig,
+};
+
+use crate::model::{B, Decoder, Fault, FaultyTower, Inner, Patches, Run, Twist, VOCAB};
+
+/// Something that goes wrong on one rank, and the mesh on which it does.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Scenario {
+    mesh: [usize; 2],
+    rank: usize,
+    kind: Kind,
+    /// Whether a rank may never end.
+    pub(crate) detached: bool,
+}
+
+impl Scenario {
+    pub(crate) fn world_size(&self) -> usize {
+        self.mesh.iter().product()
+    }
+}
+
+/// What a rank does where the others go on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Act {
+    Panic,
+    PanicValue,
+    Sleep,
+    OtherCollective,
+    HostMessage,
+    Shape,
+    Dtype,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Forward(Act),
+    Backward(Act),
+    Tower(Act),
+    TowerBackward(Act),
+    Attention(Twist),
+    Error,
+    ErrorBeforeBackward,
+    Leave,
+    LeaveBeforeBackward,
+    Documents,
+    Labels,
+    Grids,
+    Layout,
+    SharedLeaf,
+    LazyParameters,
+    Frozen,
+}
+
+/// The scenario of a name.
+pub(crate) fn scenario(name: &str) -> Option<Scenario> {
+    use Kind::*;
+    let (name, mesh, rank) = match name.strip_prefix("mesh-") {
+        Some(name) => (name, [2, 2], 3),
+        None => (name, [1, 3], 1),
+    };
+    let kind = match name {
+        "panic-in-forward" => Forward(Act::Panic),
+        "panic-with-a-value" => Forward(Act::PanicValue),
+        "panic-in-backward" => Backward(Act::Panic),
+        "panic-in-vision-tower" => Tower(Act::Panic),
+        "panic-in-vision-backward" => TowerBackward(Act::Panic),
+        "error-in-forward" => Error,
+        "error-before-backward" => ErrorBeforeBackward,
+        "other-collective-in-forward" => Forward(Act::OtherCollective),
+        "other-collective-in-backward" => Backward(Act::OtherCollective),
+        "host-message-in-forward" => Forward(Act::HostMessage),
+        "host-message-in-backward" => Backward(Act::HostMessage),
+        "other-shape-in-forward" => Attention(Twist::HeadDim),
+        "other-shape-in-backward" => Backward(Act::Shape),
+        "other-dtype-in-forward" => Attention(Twist::Dtype),
+        "other-dtype-in-backward" => Backward(Act::Dtype),
+        "untracked-on-one-rank" => Attention(Twist::Detached),
+        "other-mask" => Attention(Twist::Window),
+        "other-documents" => Documents,
+        "other-labels" => Labels,
+        "other-grids" => Grids,
+        "other-layout" => Layout,
+        "never-arrives-in-forward" => Forward(Act::Sleep),
+        "never-arrives-in-backward" => Backward(Act::Sleep),
+        "leaves-in-forward" => Leave,
+        "leaves-before-backward" => LeaveBeforeBackward,
+        "shared-leaf" => SharedLeaf,
+        "lazy-parameters" => LazyParameters,
+        "other-parameters-trained" => Frozen,
+        "no-fault" => {
+            return Some(Scenario {
+                mesh,
+                rank: usize::MAX,
+                kind: Leave,
+                detached: false,
+            });
+        }
+        _ => return None,
+    };
+    let detached = matches!(kind, Forward(Act::Sleep) | Backward(Act::Sleep));
+    Some(Scenario {
+        mesh,
+        rank,
+        kind,
+        detached,
+    })
+}
+
+/// What all ranks start from.
+#[derive(Debug)]
+pub(crate) struct Setting {
+    scenario: Scenario,
+    mesh: DeviceMesh,
+    lazy: Decoder<B>,
+    model: Decoder<B>,
+    tower: Patches<B>,
+}
+
+impl Setting {
+    pub(crate) fn new(scenario: Scenario) -> Self {
+        let device = Default::default();
+        let [dp, cp] = scenario.mesh;
+        let mesh = DeviceMesh::new([("dp", dp), ("cp", cp)]).expect("sizes of at least 1");
+        let lazy = Decoder::lazy(&device);
+        let model = Decoder::materialised(&device);
+        let tower = Patches::new(&device);
+        assert!(tower.num_params() > 0);
+        Self {
+            scenario,
+            mesh,
+            lazy,
+            model,
+            tower,
+        }
+    }
+}
+
+type AnyError = Box<dyn Error + Send + Sync>;
+
+/// One training step of one rank.
+pub(crate) fn run_rank(context: &RankContext, setting: &Setting) -> Result<f64, AnyError> {
+    let device = Default::default();
+    let scenario = setting.scenario;
+    let at = |kind: Kind| context.rank() == scenario.rank && scenario.kind == kind;
+    let groups = comm::bind(&setting.mesh, context)?;
+    let layout = if at(Kind::Layout) {
+        LayoutPolicy::HeadTail
+    } else {
+        LayoutPolicy::Contiguous { multiple: 1 }
+    };
+    let config = ContextParallelConfig {
+        layout,
+        vision: VisionShardingConfig::always(),
+        ..Default::default()
+    };
+    let cp = ContextParallel::new(&groups, config)?;
+    let mut model = match scenario.kind {
+        Kind::LazyParameters if context.rank() == scenario.rank => {
+            setting.lazy.clone().fork(&device)
+        }
+        // The faulty rank and the next one.
+        Kind::SharedLeaf if context.rank() >= scenario.rank => setting.model.clone(),
+        _ => setting.model.clone().fork(&device),
+    };
+    if at(Kind::Frozen) {
+        model = model.with_frozen_embedding();
+    }
+    let model = SequenceSharded::new(model, &cp)?;
+
+    let step = cp.shard(
+        batch(
+            groups.global_rank() / setting.scenario.mesh[1],
+            &at,
+            &device,
+        ),
+        &device,
+    )?;
+    let fault = decoder_fault(scenario, context.rank(), step.group());
+    let tower = FaultyTower {
+        patches: setting.tower.clone().fork(&device),
+        fault: tower_fault(scenario, context.rank(), step.group()),
+    };
+    let features = step
+        .encode_media(&tower)?
+        .map(|features| step.scatter_media(features.embeddings));
+    if at(Kind::Error) {
+        return Err("the data loader ran dry".into());
+    }
+    if at(Kind::Leave) {
+        return Ok(0.0);
+    }
+    let logits = model.inner().run(&step, features, &fault)?;
+    let loss = step.cross_entropy(logits)?;
+    if at(Kind::ErrorBeforeBackward) {
+        return Err("the data loader ran dry".into());
+    }
+    if at(Kind::LeaveBeforeBackward) {
+        return Ok(0.0);
+    }
+    let grads = GradientsParams::from_grads(loss.backward(), &model);
+    let grads = optim::sync_gradients::<B, _>(grads, &model, &groups, &["dp", "cp"])?;
+    let (_, norm) = optim::clip_by_global_norm::<B, _>(grads, &model, 1.0);
+    Ok(norm)
+}
+
+fn batch(replica: usize, at: &impl Fn(Kind) -> bool, device: &Device<B>) -> SequenceBatch<B> {
+    const SEQ: usize = 24;
+    let ids: Vec<i64> = (0..SEQ)
+        .map(|i| ((i * 7 + replica * 3) % VOCAB) as i64)
+        .collect();
+    let mut labels = ids[1..].to_vec();
+    labels.push(if at(Kind::Labels) { 1 } else { -100 });
+    let lengths = if at(Kind::Documents) {
+        vec![9, 15]
+    } else {
+        vec![10, 14]
+    };
+    let placeholders: Vec<bool> = (0..SEQ).map(|i| (2..8).contains(&i)).collect();
+    let patches: Vec<f32> = (0..18).map(|i| (i as f32 * 0.3).sin()).collect();
+    let media = Media {
+        name: "image".to_owned(),
+        pixels: Tensor::from_data(TensorData::new(patches, [6, 3]), device),
+        grids: if at(Kind::Grids) {
+            vec![[3, 1, 2]]
+        } else {
+            vec![[1, 1, 2]; 3]
+        },
+        spatial_merge_size: 1,
+        placeholders: TensorData::new(placeholders, [1, SEQ]),
+    };
+    SequenceBatch::from_ids(TensorData::new(ids, [1, SEQ]))
+        .with_labels(TensorData::new(labels, [1, SEQ]))
+        .with_documents(Documents::from_lengths(&[lengths], SEQ).expect("the lengths fill the row"))
+        .with_media(media)
+}
+
+fn decoder_fault(scenario: Scenario, rank: usize, group: &ProcessGroup) -> Fault {
+    let odd = rank == scenario.rank;
+    match scenario.kind {
+        Kind::Forward(act) => Fault {
+            forward: run(act, odd, group),
+            ..Fault::default()
+        },
+        Kind::Backward(act) => Fault {
+            backward: run(act, odd, group),
+            ..Fault::default()
+        },
+        Kind::Attention(twist) if odd => Fault {
+            attention: twist,
+            ..Fault::default()
+        },
+        _ => Fault::default(),
+    }
+}
+
+fn tower_fault(scenario: Scenario, rank: usize, group: &ProcessGroup) -> Fault {
+    let odd = rank == scenario.rank;
+    match scenario.kind {
+        Kind::Tower(act) => Fault {
+            forward: run(act, odd, group),
+            ..Fault::default()
+        },
+        Kind::TowerBackward(act) => Fault {
+            backward: run(act, odd, group),
+            ..Fault::default()
+        },
+        _ => Fault::default(),
+    }
+}
+
+/// What a rank does at the place of the fault; the ranks without fault take part in a collective where the faulty one does so
+/// with another shape or dtype.
+fn run(act: Act, odd: bool, group: &ProcessGroup) -> Option<Arc<Run>> {
+    let (group, host) = (group.clone(), group.clone());
+    let all_reduce = move |len: usize, dtype: DType| {
+        let zeros = Tensor::<Inner, 1>::zeros([len], (&Default::default(), dtype));
+        let _ = collectives::all_reduce(zeros, &group);
+    };
+    let on_all = matches!(act, Act::Shape | Act::Dtype);
+    if !odd {
+        return on_all.then(|| Arc::new(move || all_reduce(4, DType::F32)) as Arc<Run>);
+    }
+    Some(match act {
+        Act::Panic => Arc::new(|| panic!("the fault")),
+        Act::PanicValue => Arc::new(|| std::panic::panic_any(7_i32)),
+        Act::Sleep => Arc::new(|| thread::sleep(Duration::from_secs(60))),
+        Act::OtherCollective => Arc::new(move || all_reduce(4, DType::F32)),
+        Act::HostMessage => Arc::new(move || collectives::barrier(&host)),
+        Act::Shape => Arc::new(move || all_reduce(5, DType::F32)),
+        Act::Dtype => Arc::new(move || all_reduce(4, DType::F64)),
+    })
+}

@@ -1,0 +1,452 @@
+//! A fault on one rank ends every rank, and the launcher names the rank and the operation. Each fault runs in a process of its
+//! own, which is killed if it hangs.
+
+use std::{
+    io::Read,
+    process::{Child, Command, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
+
+use serde_json::Value;
+
+/// The deadline that the scenarios run with.
+const DEADLINE: Duration = Duration::from_secs(5);
+/// What starting, training and cleaning up may take beyond it on a busy machine.
+const MARGIN: Duration = Duration::from_secs(6);
+/// When a scenario counts as hung.
+const HUNG: Duration = Duration::from_secs(30);
+
+/// When the ranks are expected to end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Ends {
+    /// As soon as the fault is known.
+    AtOnce,
+    /// When the ranks that wait have waited long enough.
+    AtDeadline,
+}
+
+/// How a scenario is expected to end.
+struct Expected {
+    rank: u64,
+    /// Parts of the operation's name.
+    op: &'static [&'static str],
+    /// Parts of the cause.
+    cause: &'static [&'static str],
+    ends: Ends,
+    /// Other ranks that may still be held up when the launcher has reported the fault.
+    held_up: &'static [usize],
+    /// Whether the fault itself is a panic, which Rust reports on stderr.
+    panics: bool,
+}
+
+struct Report {
+    line: Value,
+    stderr: String,
+}
+
+fn wait(child: &mut Child, name: &str) {
+    let start = Instant::now();
+    loop {
+        match child.try_wait().expect("a child can be waited for") {
+            Some(status) => {
+                assert!(status.success(), "{name}: {status}");
+                return;
+            }
+            None if start.elapsed() > HUNG => {
+                child.kill().expect("a child can be killed");
+                panic!("{name} hung");
+            }
+            None => thread::sleep(Duration::from_millis(20)),
+        }
+    }
+}
+
+fn run(name: &str) -> Report {
+    let mut child = Command::new(env!("CARGO_BIN_EXE_fault-scenario"))
+        .arg(name)
+        .env_remove("RUST_BACKTRACE")
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the scenario starts");
+    // Both outputs are far smaller than a pipe holds.
+    wait(&mut child, name);
+    let (mut stdout, mut stderr) = (String::new(), String::new());
+    child
+        .stdout
+        .take()
+        .expect("piped")
+        .read_to_string(&mut stdout)
+        .expect("text");
+    child
+        .stderr
+        .take()
+        .expect("piped")
+        .read_to_string(&mut stderr)
+        .expect("text");
+    let line = serde_json::from_str(stdout.trim())
+        .unwrap_or_else(|error| panic!("{name}: {error} in {stdout:?}"));
+    Report { line, stderr }
+}
+
+fn check(name: &str, expected: &Expected) {
+    let Report { line, stderr } = run(name);
+    eprintln!("{name}: {line}");
+    assert_eq!(line["rank"].as_u64(), Some(expected.rank), "{name}: {line}");
+    for (field, parts) in [("op", expected.op), ("cause", expected.cause)] {
+        let text = line[field].as_str().expect("text");
+        for part in parts {
+            assert!(
+                text.contains(part),
+                "{name}: {field} should name {part:?}: {line}"
+            );
+        }
+    }
+    check_times(name, &line, expected);
+    // The error is reported once, by whoever launched the ranks: no rank prints a panic of its own unless it is the fault.
+    let panics = stderr.matches("panicked at").count();
+    assert_eq!(panics, usize::from(expected.panics), "{name}: {stderr}");
+    assert!(
+        !stderr.contains("Box<dyn Any>") || name == "panic-with-a-value",
+        "{name}: {stderr}"
+    );
+}
+
+fn check_times(name: &str, line: &Value, expected: &Expected) {
+    let deadline = DEADLINE.as_millis() as u64;
+    let latest = deadline + MARGIN.as_millis() as u64;
+    let ended = line["ended_ms"].as_array().expect("one time per rank");
+    for (rank, ended) in ended.iter().enumerate() {
+        match ended.as_u64() {
+            Some(ended) if expected.ends == Ends::AtOnce => {
+                assert!(
+                    ended < deadline,
+                    "{name}: rank {rank} waited for the deadline: {line}"
+                );
+            }
+            Some(ended) => assert!(ended < latest, "{name}: rank {rank} ended late: {line}"),
+            None => {
+                let sleeps = expected.ends == Ends::AtDeadline && rank as u64 == expected.rank;
+                assert!(
+                    sleeps || expected.held_up.contains(&rank),
+                    "{name}: rank {rank} had not ended: {line}"
+                );
+            }
+        }
+    }
+    if expected.ends == Ends::AtDeadline {
+        assert!(
+            line["elapsed_ms"].as_u64() >= Some(deadline),
+            "{name}: gave up early: {line}"
+        );
+    }
+}
+
+macro_rules! faults {
+    ($($test:ident: $name:literal, rank $rank:literal, op $op:expr, cause $cause:expr, $ends:ident $(, $panics:ident)?;)*) => {
+        $(
+            #[test]
+            fn $test() {
+                let panics = [$(stringify!($panics)),*].contains(&"panics");
+                check($name, &Expected { rank: $rank, op: &$op, cause: &$cause, ends: Ends::$ends, held_up: &[], panics });
+            }
+        )*
+    };
+}
+
+faults! {
+    a_panic_in_forward_ends_every_rank:
+        "panic-in-forward", rank 1, op ["its own code, after", "attention"], cause ["panicked: the fault"], AtOnce, panics;
+    a_panic_with_a_value_ends_every_rank:
+        "panic-with-a-value", rank 1, op ["attention"], cause ["panicked: a value that is not a message"], AtOnce, panics;
+    a_panic_in_backward_ends_every_rank:
+        "panic-in-backward", rank 1, op ["adjoint"], cause ["panicked: the fault"], AtOnce, panics;
+    a_panic_in_the_vision_tower_ends_every_rank:
+        "panic-in-vision-tower", rank 1, op ["vision tower"], cause ["the fault"], AtOnce, panics;
+    a_panic_in_the_towers_backward_ends_every_rank:
+        "panic-in-vision-backward", rank 1, op ["adjoint"], cause ["panicked: the fault"], AtOnce, panics;
+    an_error_before_a_collective_ends_every_rank:
+        "error-in-forward", rank 1, op ["its own code"], cause ["the data loader ran dry"], AtOnce;
+    an_error_before_backward_ends_every_rank:
+        "error-before-backward", rank 1, op ["its own code"], cause ["the data loader ran dry"], AtOnce;
+    another_collective_in_forward_is_named:
+        "other-collective-in-forward", rank 1, op ["all_reduce"],
+        cause ["rank 1 calls all_reduce", "expected exchange[attention]"], AtOnce;
+    another_collective_in_backward_is_named:
+        "other-collective-in-backward", rank 1, op ["all_reduce"],
+        cause ["rank 1 calls all_reduce", "adjoint of"], AtOnce;
+    a_host_message_in_forward_is_named:
+        "host-message-in-forward", rank 1, op ["barrier"], cause ["rank 1 calls barrier", "exchange[attention]"], AtOnce;
+    a_host_message_in_backward_is_named:
+        "host-message-in-backward", rank 1, op ["barrier"], cause ["rank 1 calls barrier", "adjoint of"], AtOnce;
+    another_shape_in_forward_is_named:
+        "other-shape-in-forward", rank 1, op ["exchange[attention]"], cause ["[*, 8]", "[*, 16]"], AtOnce;
+    another_shape_in_backward_is_named:
+        "other-shape-in-backward", rank 1, op ["all_reduce", "[5]"], cause ["[4]", "[5]"], AtOnce;
+    another_dtype_in_forward_is_named:
+        "other-dtype-in-forward", rank 1, op ["exchange[attention]", "F64"], cause ["F32", "F64"], AtOnce;
+    another_dtype_in_backward_is_named:
+        "other-dtype-in-backward", rank 1, op ["all_reduce", "F64"], cause ["F32", "F64"], AtOnce;
+    a_gradient_tracked_on_some_ranks_only_is_named:
+        "untracked-on-one-rank", rank 1, op ["exchange[attention]"], cause ["tracked"], AtOnce;
+    another_mask_is_named:
+        "other-mask", rank 1, op ["exchange[attention]"], cause ["plan"], AtOnce;
+    other_documents_are_named:
+        "other-documents", rank 1, op ["the plan of the step"], cause ["disagree on the plan of the step: rank 1"], AtOnce;
+    other_labels_are_named:
+        "other-labels", rank 1, op ["the plan of the step"], cause ["disagree on the plan of the step: rank 1"], AtOnce;
+    other_grids_are_named:
+        "other-grids", rank 1, op ["the plan of the step"], cause ["disagree on the plan of the step: rank 1"], AtOnce;
+    another_layout_is_named:
+        "other-layout", rank 1, op ["the plan of the step"], cause ["disagree on the plan of the step: rank 1"], AtOnce;
+    a_rank_that_never_arrives_is_named_at_the_deadline:
+        "never-arrives-in-forward", rank 1, op ["exchange[attention]"],
+        cause ["ranks [1] had not arrived", "last seen in exchange[attention]"], AtDeadline;
+    a_rank_that_never_arrives_in_backward_is_named_at_the_deadline:
+        "never-arrives-in-backward", rank 1, op ["adjoint of"], cause ["ranks [1] had not arrived", "last seen in"], AtDeadline;
+    a_rank_that_returns_in_forward_is_not_waited_for:
+        "leaves-in-forward", rank 1, op ["exchange[attention]"], cause ["rank 1 ended without arriving"], AtOnce;
+    a_rank_that_returns_before_backward_is_not_waited_for:
+        "leaves-before-backward", rank 1, op ["barrier"], cause ["rank 1 ended without arriving"], AtOnce;
+    ranks_that_share_a_leaf_are_refused:
+        "shared-leaf", rank 2, op ["start-up check of parameters"], cause ["ranks 1 and 2 share the leaf of", "fork"], AtOnce;
+    ranks_that_start_with_other_parameters_are_refused:
+        "lazy-parameters", rank 1, op ["start-up check of parameters"],
+        cause ["ranks start with different parameters: rank 1", "embedding.weight"], AtOnce;
+    ranks_that_train_other_parameters_are_named:
+        "other-parameters-trained", rank 1, op ["all_reduce"], cause ["rank 1 calls all_reduce"], AtOnce;
+
+    a_panic_in_one_of_two_groups_ends_both:
+        "mesh-panic-in-forward", rank 3, op ["attention", "cp[2, 3]"], cause ["panicked: the fault"], AtOnce, panics;
+    a_panic_in_backward_in_one_of_two_groups_ends_both:
+        "mesh-panic-in-backward", rank 3, op ["adjoint", "cp[2, 3]"], cause ["panicked: the fault"], AtOnce, panics;
+    a_panic_in_the_vision_tower_of_one_of_two_groups_ends_both:
+        "mesh-panic-in-vision-tower", rank 3, op ["vision tower"], cause ["the fault"], AtOnce, panics;
+    an_error_in_one_of_two_groups_ends_both:
+        "mesh-error-in-forward", rank 3, op ["its own code"], cause ["the data loader ran dry"], AtOnce;
+    another_collective_in_one_of_two_groups_ends_both:
+        "mesh-other-collective-in-forward", rank 3, op ["all_reduce", "cp[2, 3]"], cause ["rank 3 calls all_reduce"], AtOnce;
+    other_documents_in_one_of_two_groups_end_both:
+        "mesh-other-documents", rank 3, op ["the plan of the step"], cause ["rank 3"], AtOnce;
+    a_rank_of_one_of_two_groups_that_never_arrives_is_named_at_the_deadline:
+        "mesh-never-arrives-in-forward", rank 3, op ["exchange[attention]", "cp[2, 3]"], cause ["last seen in"], AtDeadline;
+    other_parameters_in_one_of_two_groups_are_refused:
+        "mesh-lazy-parameters", rank 3, op ["start-up check of parameters"], cause ["rank 3", "embedding.weight"], AtOnce;
+}
+
+/// The launcher reports it in time, and so do the ranks that wait between ranks. The other group's ranks have ended their
+/// backward pass by then; Burn's clean-up behind it takes the lock of every graph of the process, the sleeping rank's too, and
+/// nothing can wake them.
+#[test]
+fn a_rank_of_one_of_two_groups_that_never_arrives_in_backward_is_named_at_the_deadline() {
+    let expected = Expected {
+        rank: 3,
+        op: &["adjoint of", "cp[2, 3]"],
+        cause: &["ranks [3] had not arrived", "last seen in"],
+        ends: Ends::AtDeadline,
+        held_up: &[0, 1],
+        panics: false,
+    };
+    check("mesh-never-arrives-in-backward", &expected);
+}
+
+/// Without a fault the step runs through, so that the scenarios above fail for the reason they are named for.
+#[test]
+fn without_a_fault_every_rank_succeeds() {
+    for name in ["no-fault", "mesh-no-fault"] {
+        let Report { line, stderr } = run(name);
+        assert!(
+            line["rank"].is_null() && line["cause"] == "every rank succeeded",
+            "{name}: {line}"
+        );
+        assert!(!stderr.contains("panicked"), "{stderr}");
+    }
+}
+
+mod launcher {
+    use std::{
+        convert::Infallible,
+        io,
+        panic::panic_any,
+        sync::mpsc,
+        thread,
+        time::{Duration, Instant},
+    };
+
+    use burn_cp::{
+        comm::{CommError, FailureCause, RankContext, RankFailure},
+        launch::{LaunchError, ThreadsOptions, threads, threads_detached, threads_with},
+    };
+
+    fn failure<T>(result: Result<T, LaunchError>) -> RankFailure {
+        match result {
+            Err(LaunchError::Rank(failure)) => failure,
+            Err(other) => panic!("another error: {other}"),
+            Ok(_) => panic!("no error"),
+        }
+    }
+
+    #[test]
+    fn results_come_back_in_rank_order_whoever_ends_first() {
+        let results = threads(5, |rank: RankContext| {
+            thread::sleep(Duration::from_millis(10 * (5 - rank.rank() as u64)));
+            Ok::<_, Infallible>((rank.rank(), rank.world_size()))
+        });
+        assert_eq!(results.unwrap(), [(0, 5), (1, 5), (2, 5), (3, 5), (4, 5)]);
+    }
+
+    #[test]
+    fn a_world_of_no_ranks_is_refused() {
+        let empty = |_: RankContext| Ok::<_, Infallible>(());
+        assert!(matches!(threads(0, empty), Err(LaunchError::EmptyWorld)));
+        assert!(matches!(
+            threads_detached(0, ThreadsOptions::default(), empty),
+            Err(LaunchError::EmptyWorld)
+        ));
+    }
+
+    #[test]
+    fn a_panics_message_is_kept_whatever_its_type() {
+        let message = |panic: fn()| {
+            let failure = failure(threads(2, |rank: RankContext| {
+                if rank.rank() == 1 {
+                    panic();
+                }
+                Ok::<_, Infallible>(())
+            }));
+            assert_eq!(failure.rank, 1);
+            assert_eq!(failure.op, "its own code, before any collective");
+            match failure.cause {
+                FailureCause::Panic(message) => message,
+                other => panic!("another cause: {other}"),
+            }
+        };
+        assert_eq!(message(|| panic!("a literal")), "a literal");
+        assert_eq!(
+            message(|| panic!("{}", "made".to_owned() + " up")),
+            "made up"
+        );
+        assert_eq!(
+            message(|| panic_any(3.5_f64)),
+            "a value that is not a message"
+        );
+    }
+
+    #[test]
+    fn a_typed_payload_becomes_the_error_that_it_is() {
+        let failure = failure(threads(1, |_| -> Result<(), Infallible> {
+            CommError::PeerLeft {
+                op: "something".to_owned(),
+                rank: 0,
+            }
+            .raise()
+        }));
+        assert!(matches!(
+            failure.cause,
+            FailureCause::Comm(CommError::PeerLeft { .. })
+        ));
+    }
+
+    #[test]
+    fn an_errors_sources_are_part_of_the_message() {
+        #[derive(Debug)]
+        struct Outer(io::Error);
+        impl std::fmt::Display for Outer {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("cannot read")
+            }
+        }
+        impl std::error::Error for Outer {
+            fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+                Some(&self.0)
+            }
+        }
+        let error = failure(threads(1, |_| {
+            Err::<(), _>(Outer(io::Error::other("disk full")))
+        }));
+        assert_eq!(
+            error.to_string(),
+            "rank 0 failed in its own code, before any collective: cannot read: disk full"
+        );
+    }
+
+    #[test]
+    fn the_first_failure_wins() {
+        let failure = failure(threads(3, |rank: RankContext| {
+            thread::sleep(Duration::from_millis(150 * ((rank.rank() + 1) % 3) as u64));
+            Err::<(), _>(io::Error::other(format!("from {}", rank.rank())))
+        }));
+        assert_eq!(
+            (failure.rank, failure.cause.to_string()),
+            (2, "from 2".to_owned())
+        );
+    }
+
+    #[test]
+    fn a_detached_world_that_has_not_ended_says_how_many_ranks_run() {
+        let (release, released) = mpsc::channel::<()>();
+        let released = std::sync::Mutex::new(Some(released));
+        let world = threads_detached(3, ThreadsOptions::default(), move |rank: RankContext| {
+            if rank.rank() == 1
+                && let Some(released) = released.lock().unwrap().take()
+            {
+                let _ = released.recv();
+            }
+            Ok::<_, Infallible>(())
+        });
+        let start = Instant::now();
+        match world.unwrap().wait(Duration::from_millis(500)) {
+            Err(LaunchError::StillRunning {
+                num_running,
+                waited,
+            }) => {
+                assert_eq!(num_running, 1);
+                assert!(
+                    waited >= Duration::from_millis(500)
+                        && start.elapsed() < Duration::from_secs(5)
+                );
+            }
+            other => panic!("not still running: {other:?}"),
+        }
+        drop(release);
+    }
+
+    #[test]
+    fn a_detached_world_returns_its_results_in_rank_order() {
+        let world = threads_detached(3, ThreadsOptions::default(), |rank: RankContext| {
+            thread::sleep(Duration::from_millis(10 * (3 - rank.rank() as u64)));
+            Ok::<_, Infallible>(rank.rank())
+        });
+        assert_eq!(
+            world.unwrap().wait(Duration::from_secs(10)).unwrap(),
+            [0, 1, 2]
+        );
+    }
+
+    #[test]
+    fn an_error_names_the_last_operation_between_ranks() {
+        let mesh = burn_cp::mesh::DeviceMesh::new([("cp", 2)]).unwrap();
+        let options = ThreadsOptions {
+            deadline: Duration::from_secs(5),
+            ..ThreadsOptions::default()
+        };
+        let failure = failure(threads_with(
+            2,
+            options,
+            |rank| -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+                let group = burn_cp::comm::bind(&mesh, &rank)?.world()?;
+                group.host_all_gather("sizes", rank.rank())?;
+                if rank.rank() == 0 {
+                    return Err("no luck".into());
+                }
+                Ok(group.barrier()?)
+            },
+        ));
+        assert_eq!(failure.rank, 0);
+        assert_eq!(
+            failure.op,
+            "its own code, after control[sizes] #0 of group cp[0, 1]"
+        );
+    }
+}
