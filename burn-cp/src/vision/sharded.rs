@@ -219,7 +219,7 @@ fn share_of<B: Backend>(pixels: Tensor<B, 2>, share: &FrameShare) -> Tensor<B, 2
     // A dummy frame is one merge block, so the first real frame has enough rows to make it from.
     let shape = [share.pixel_rows.len(), patch_dim];
     let everywhere = Tensor::<B, 2, Bool>::ones(shape, &pixels.device());
-    pixels.slice([0..shape[0]]).mask_fill(everywhere, 0)
+    pixels.narrow(0, 0, shape[0]).mask_fill(everywhere, 0)
 }
 
 /// What the outputs of all towers must have in common.

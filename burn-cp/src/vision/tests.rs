@@ -101,7 +101,7 @@ impl VisionTower<B> for Tower {
         let (mut row, mut frames) = (0, Vec::new());
         for &[t, h, w] in grids {
             for _ in 0..t {
-                let frame = states.clone().slice([row..row + h * w]);
+                let frame = states.clone().narrow(0, row, h * w);
                 row += h * w;
                 let mean = frame.clone().mean_dim(0);
                 frames.push((frame + mean).reshape([h * w / 4, 4 * INNER]));

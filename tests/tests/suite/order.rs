@@ -19,7 +19,7 @@ fn leaf<C: CheckpointStrategy>(value: f64) -> Tensor<B<C>, 1> {
     Tensor::full([2], value, &Default::default()).require_grad()
 }
 
-/// Twice the tensor, `depth + 1` operations deep.
+/// Twice the tensor, `depth + 1` operations deep; `depth` is even.
 fn deepened<C: CheckpointStrategy>(x: Tensor<B<C>, 1>, depth: usize) -> Tensor<B<C>, 1> {
     (0..depth).fold(x.mul_scalar(2.0), |x, i| x.mul_scalar(if i % 2 == 0 { 4.0 } else { 0.25 }))
 }
@@ -99,13 +99,13 @@ fn a_forward_pass_without_backward_does_not_disturb_the_next_step() {
         let mut gradients = Vec::new();
         for round in 0..4 {
             // Evaluation by mistake on the autodiff backend: tracked, and one rank keeps the result for its log.
-            let eval = gathered_loss(&x, 7, 3 * group.rank(), &group);
+            let eval = gathered_loss(&x, 7, 4 * group.rank(), &group);
             if group.rank() == 0 {
                 kept.push(eval);
             }
             let untracked = collectives::all_gather(x.clone().detach(), 0, &group);
             assert_eq!(untracked.dims(), [4]);
-            let loss = gathered_loss(&x, round, 3 * (1 - group.rank()), &group);
+            let loss = gathered_loss(&x, round, 4 * (1 - group.rank()), &group);
             gradients.push(floats(&x.grad(&backward(&loss, &group)).unwrap()));
         }
         gradients
@@ -145,8 +145,8 @@ fn steps_with_orders_of_their_own_may_overlap() {
 fn two_losses_over_one_chain_have_a_backward_pass_each() {
     let gradients = on_ranks(2, |group| {
         let (x, y) = (leaf::<NoCheckpointing>(1.0), leaf::<NoCheckpointing>(3.0));
-        let a = gathered_loss(&x, 0, 5 * group.rank(), &group);
-        let b = gathered_loss(&y, 1, 5 * (1 - group.rank()), &group);
+        let a = gathered_loss(&x, 0, 6 * group.rank(), &group);
+        let b = gathered_loss(&y, 1, 6 * (1 - group.rank()), &group);
         let first = floats(&x.grad(&backward(&a, &group)).unwrap());
         [first, floats(&y.grad(&backward(&b, &group)).unwrap())]
     });

@@ -81,15 +81,12 @@ mod tests {
 
     #[test]
     fn tiles_lie_at_document_positions() {
-        let tiles: Vec<_> = tiles(&segment(4, 300, TILE - 10), 0..300).collect();
+        let num_keys = 2 * TILE + 30;
+        let tiles: Vec<_> = tiles(&segment(4, num_keys, TILE - 10), 0..num_keys).collect();
+        let cuts = [10, TILE + 10, 2 * TILE + 10];
         assert_eq!(
             tiles,
-            [
-                0..10,
-                10..TILE + 10,
-                TILE + 10..2 * TILE + 10,
-                2 * TILE + 10..300
-            ]
+            [0..10, 10..cuts[1], cuts[1]..cuts[2], cuts[2]..num_keys]
         );
     }
 

@@ -4,16 +4,17 @@
 //! under a causal mask, keys and values repeated for grouped queries, rotary embedding from its formula. It calls nothing of
 //! burn-cp.
 
+mod alone;
+mod decoder;
+
 use std::f64::consts::LN_2;
 
 use burn::{
     backend::{Autodiff, Flex, NdArray},
-    module::{AutodiffModule, Module, ModuleMapper, ModuleVisitor, Param},
-    nn::{Embedding, EmbeddingConfig, Linear, LinearConfig, RmsNorm, RmsNormConfig},
+    module::{AutodiffModule, Module, ModuleVisitor, Param},
     optim::GradientsParams,
     tensor::{
-        Bool, Int, Tensor, TensorData,
-        activation::{log_softmax, silu, softmax},
+        Tensor, TensorData,
         backend::{AutodiffBackend, Backend},
     },
 };
@@ -29,130 +30,10 @@ use burn_cp::{
 };
 use burn_cp_tests::{Random, on_groups, relative_error};
 
-const VOCAB: usize = 13;
-const WIDTH: usize = 16;
-const NUM_HEADS: usize = 4;
-const NUM_KV_HEADS: usize = 2;
-const HEAD_DIM: usize = 8;
-const THETA: f64 = 100.0;
+use alone::alone;
+use decoder::{Decoder, HEAD_DIM, THETA, VOCAB};
+
 const IGNORED: i64 = -100;
-
-#[derive(Module, Debug)]
-struct Block<B: Backend> {
-    attention_norm: RmsNorm<B>,
-    q: Linear<B>,
-    k: Linear<B>,
-    v: Linear<B>,
-    out: Linear<B>,
-    mlp_norm: RmsNorm<B>,
-    gate: Linear<B>,
-    up: Linear<B>,
-    down: Linear<B>,
-}
-
-/// Two blocks of attention and SwiGLU; the embedding is the head too.
-#[derive(Module, Debug)]
-struct Decoder<B: Backend> {
-    embedding: Embedding<B>,
-    blocks: Vec<Block<B>>,
-    norm: RmsNorm<B>,
-}
-
-impl<B: Backend> Decoder<B> {
-    /// The decoder whose parameters follow from a seed, equal in every dtype up to rounding.
-    fn new(seed: u64) -> Self {
-        let device = B::Device::default();
-        let linear = |from: usize, to: usize| LinearConfig::new(from, to).init(&device);
-        let norm = || RmsNormConfig::new(WIDTH).init(&device);
-        let block = || Block {
-            attention_norm: norm(),
-            q: linear(WIDTH, NUM_HEADS * HEAD_DIM),
-            k: linear(WIDTH, NUM_KV_HEADS * HEAD_DIM),
-            v: linear(WIDTH, NUM_KV_HEADS * HEAD_DIM),
-            out: linear(NUM_HEADS * HEAD_DIM, WIDTH),
-            mlp_norm: norm(),
-            gate: linear(WIDTH, 24),
-            up: linear(WIDTH, 24),
-            down: linear(24, WIDTH),
-        };
-        let embedding = EmbeddingConfig::new(VOCAB, WIDTH).init(&device);
-        let model = Self {
-            embedding,
-            blocks: vec![block(), block()],
-            norm: norm(),
-        };
-        model.map(&mut Draw(Random::new(seed)))
-    }
-
-    fn head(&self, hidden: Tensor<B, 3>) -> Tensor<B, 3> {
-        self.norm
-            .forward(hidden)
-            .matmul(self.embedding.weight.val().transpose().unsqueeze())
-    }
-}
-
-struct Draw(Random);
-
-impl<B: Backend> ModuleMapper<B> for Draw {
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
-        param.map(|tensor| {
-            let shape = tensor.shape();
-            let values = self
-                .0
-                .floats(shape.num_elements())
-                .into_iter()
-                .map(|value| 0.3 * value + 0.1)
-                .collect();
-            let data = TensorData::new::<f64, _>(values, shape);
-            Tensor::from_data(data, (&tensor.device(), tensor.dtype())).require_grad()
-        })
-    }
-}
-
-impl<B: Backend> Block<B> {
-    /// Normed hidden states as heads `[batch, heads, tokens, head_dim]`.
-    fn heads(&self, hidden: &Tensor<B, 3>) -> [Tensor<B, 4>; 3] {
-        let normed = self.attention_norm.forward(hidden.clone());
-        [
-            (&self.q, NUM_HEADS),
-            (&self.k, NUM_KV_HEADS),
-            (&self.v, NUM_KV_HEADS),
-        ]
-        .map(|(linear, num_heads)| {
-            let flat = linear.forward(normed.clone());
-            let [batch, tokens, _] = flat.dims();
-            flat.reshape([batch, tokens, num_heads, HEAD_DIM])
-                .swap_dims(1, 2)
-        })
-    }
-
-    fn rest(&self, hidden: Tensor<B, 3>, attended: Tensor<B, 4>) -> Tensor<B, 3> {
-        let [batch, _, tokens, _] = attended.dims();
-        let flat = attended
-            .swap_dims(1, 2)
-            .reshape([batch, tokens, NUM_HEADS * HEAD_DIM]);
-        let hidden = hidden + self.out.forward(flat);
-        let normed = self.mlp_norm.forward(hidden.clone());
-        hidden
-            + self
-                .down
-                .forward(silu(self.gate.forward(normed.clone())) * self.up.forward(normed))
-    }
-}
-
-impl<B: ContextParallelBackend> SequenceModel<B> for Decoder<B> {
-    fn forward(&self, step: &CpStep<B>) -> Result<Tensor<B, 3>, StepError> {
-        let rotary = RotaryTables::new(step.positions(), &RotaryConfig::new(THETA), HEAD_DIM);
-        let mut hidden = self.embedding.forward(step.ids()?);
-        for block in &self.blocks {
-            let [q, k, v] = block.heads(&hidden);
-            let (q, k) = (rotary.rotate(q), rotary.rotate(k));
-            let attended = step.attention(q, k, v, &AttentionOptions::causal());
-            hidden = block.rest(hidden, attended);
-        }
-        Ok(self.head(hidden))
-    }
-}
 
 /// One document: its ids, and the label of each token.
 #[derive(Debug, Clone)]
@@ -224,111 +105,21 @@ fn read<B: AutodiffBackend, M: AutodiffModule<B>>(
     read.found
 }
 
-// The reference: nothing of burn-cp below, up to `alone`. It multiplies where it could divide, since Burn rounds the gradient of
-// a division by a scalar to f32.
-
-/// Rotates `[1, heads, tokens, head_dim]` by the tokens' places in their document.
-fn rotate<B: Backend>(x: Tensor<B, 4>) -> Tensor<B, 4> {
-    let [_, _, tokens, head_dim] = x.dims();
-    let half = head_dim / 2;
-    let angle =
-        |i: usize| (i / half) as f64 * THETA.powf(-2.0 * (i % half) as f64 / head_dim as f64);
-    let table = |f: fn(f64) -> f64| {
-        let values: Vec<f64> = (0..tokens * half).map(|i| f(angle(i))).collect();
-        Tensor::<B, 4>::from_data(
-            TensorData::new(values, [1, 1, tokens, half]),
-            (&x.device(), x.dtype()),
-        )
-    };
-    let (cos, sin) = (table(f64::cos), table(f64::sin));
-    let (a, b) = (x.clone().narrow(3, 0, half), x.narrow(3, half, half));
-    let first = a.clone() * cos.clone() - b.clone() * sin.clone();
-    Tensor::cat(vec![first, b * cos + a * sin], 3)
-}
-
-/// Each head of `[1, kv heads, tokens, head_dim]` as often as it has query heads.
-fn repeated<B: Backend>(x: Tensor<B, 4>) -> Tensor<B, 4> {
-    let [_, num_heads, tokens, head_dim] = x.dims();
-    let groups = NUM_HEADS / num_heads;
-    x.reshape([num_heads, 1, tokens, head_dim])
-        .repeat_dim(1, groups)
-        .reshape([1, NUM_HEADS, tokens, head_dim])
-}
-
-fn plain_attention<B: Backend>([q, k, v]: [Tensor<B, 4>; 3]) -> Tensor<B, 4> {
-    let tokens = q.dims()[2];
-    let (k, v) = (repeated(k), repeated(v));
-    let scores = q
-        .matmul(k.transpose())
-        .mul_scalar((HEAD_DIM as f64).powf(-0.5));
-    let hidden: Vec<bool> = (0..tokens * tokens)
-        .map(|i| i % tokens > i / tokens)
-        .collect();
-    let hidden = Tensor::<B, 4, Bool>::from_data(
-        TensorData::new(hidden, [1, 1, tokens, tokens]),
-        &v.device(),
-    );
-    let hidden = hidden.expand([1, NUM_HEADS, tokens, tokens]);
-    softmax(scores.mask_fill(hidden, f64::NEG_INFINITY), 3).matmul(v)
-}
-
-/// The sum of the losses of one document's labels; `None` without any.
-fn plain_loss<B: Backend>(model: &Decoder<B>, document: &Document) -> Option<Tensor<B, 1>> {
-    let device = B::Device::default();
-    let tokens = document.ids.len();
-    let labelled: Vec<i64> = (0..tokens)
-        .filter(|&i| document.labels[i] != IGNORED)
-        .map(|i| i as i64)
-        .collect();
-    if labelled.is_empty() {
-        return None;
-    }
-    let targets: Vec<i64> = labelled
-        .iter()
-        .map(|&i| document.labels[i as usize])
-        .collect();
-    let ids =
-        Tensor::<B, 2, Int>::from_data(TensorData::new(document.ids.clone(), [1, tokens]), &device);
-    let mut hidden = model.embedding.forward(ids);
-    for block in &model.blocks {
-        let [q, k, v] = block.heads(&hidden);
-        hidden = block.rest(hidden, plain_attention([rotate(q), rotate(k), v]));
-    }
-    let logits = model.head(hidden).reshape([tokens, VOCAB]);
-    let num = labelled.len();
-    let rows = Tensor::<B, 1, Int>::from_data(TensorData::new(labelled, [num]), &device);
-    let targets = Tensor::<B, 2, Int>::from_data(TensorData::new(targets, [num, 1]), &device);
-    Some(
-        log_softmax(logits.select(0, rows), 1)
-            .gather(1, targets)
-            .sum()
-            .neg(),
-    )
-}
-
-fn alone<B: AutodiffBackend>(documents: &[Document]) -> Outcome {
-    let model = Decoder::<B>::new(SEED);
-    let num_labels = documents
-        .iter()
-        .flat_map(|document| &document.labels)
-        .filter(|label| **label != IGNORED)
-        .count();
-    let losses = documents
-        .iter()
-        .filter_map(|document| plain_loss(&model, document));
-    let sum = losses
-        .reduce(|sum, loss| sum + loss)
-        .expect("some document has a label");
-    let loss = sum.mul_scalar(1.0 / num_labels as f64);
-    let grads = GradientsParams::from_grads(loss.backward(), &model);
-    let loss = loss.into_data().iter::<f64>().next().expect("one number");
-    Outcome {
-        loss,
-        grads: read::<B, _>(&model, &grads),
-    }
-}
-
 // The other side: packed, and sharded over ranks.
+
+impl<B: ContextParallelBackend> SequenceModel<B> for Decoder<B> {
+    fn forward(&self, step: &CpStep<B>) -> Result<Tensor<B, 3>, StepError> {
+        let rotary = RotaryTables::new(step.positions(), &RotaryConfig::new(THETA), HEAD_DIM);
+        let mut hidden = self.embedding.forward(step.ids()?);
+        for block in &self.blocks {
+            let [q, k, v] = block.heads(&hidden);
+            let (q, k) = (rotary.rotate(q), rotary.rotate(k));
+            let attended = step.attention(q, k, v, &AttentionOptions::causal());
+            hidden = block.rest(hidden, attended);
+        }
+        Ok(self.head(hidden))
+    }
+}
 
 const SEED: u64 = 11;
 const SEQ: usize = 48;
