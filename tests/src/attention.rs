@@ -3,7 +3,8 @@
 //! Both start from documents and a dense mask and share no code with burn-cp or its kernels.
 
 use burn::tensor::{
-    Bool, DType, Tensor, TensorData, activation::softmax,
+    Bool, DType, Tensor, TensorData,
+    activation::softmax,
     backend::{AutodiffBackend, Backend},
 };
 use burn_cp::{layout::Documents, plan::MaskKind};
@@ -75,11 +76,15 @@ pub fn visible(documents: &Documents, mask: MaskKind) -> Vec<Vec<bool>> {
         let sees = |query: usize, key: usize| match (place[query], place[key]) {
             (Some((a, q)), Some((b, k))) if a == b => match mask {
                 MaskKind::Full => true,
-                MaskKind::Causal { window } => k <= q && window.is_none_or(|window| q - k <= window),
+                MaskKind::Causal { window } => {
+                    k <= q && window.is_none_or(|window| q - k <= window)
+                }
             },
             _ => false,
         };
-        (0..tokens * tokens).map(|pair| sees(pair / tokens, pair % tokens)).collect()
+        (0..tokens * tokens)
+            .map(|pair| sees(pair / tokens, pair % tokens))
+            .collect()
     };
     (0..documents.batch_size()).map(see).collect()
 }
@@ -95,9 +100,23 @@ fn add(into: &mut [f64], factor: f64, from: &[f64]) {
 }
 
 /// Attention and gradients in `f64`, one query at a time.
-pub fn attention_in_f64(problem: &Problem, [q, k, v, dout]: [&[f64]; 4], visible: &[Vec<bool>]) -> Attention {
-    let [q_len, k_len, v_len, out_len] = problem.shapes().map(|shape| shape.iter().product::<usize>());
-    let &Problem { batch, num_heads, num_kv_heads, tokens, head_dim: d, v_head_dim: e, .. } = problem;
+pub fn attention_in_f64(
+    problem: &Problem,
+    [q, k, v, dout]: [&[f64]; 4],
+    visible: &[Vec<bool>],
+) -> Attention {
+    let [q_len, k_len, v_len, out_len] = problem
+        .shapes()
+        .map(|shape| shape.iter().product::<usize>());
+    let &Problem {
+        batch,
+        num_heads,
+        num_kv_heads,
+        tokens,
+        head_dim: d,
+        v_head_dim: e,
+        ..
+    } = problem;
     let mut result = Attention {
         out: vec![0.0; out_len],
         lse: vec![f64::NEG_INFINITY; batch * num_heads * tokens],
@@ -107,21 +126,36 @@ pub fn attention_in_f64(problem: &Problem, [q, k, v, dout]: [&[f64]; 4], visible
     };
     let scale = problem.scale();
     for index in 0..batch * num_heads * tokens {
-        let (row, head, token) = (index / tokens / num_heads, index / tokens % num_heads, index % tokens);
+        let (row, head, token) = (
+            index / tokens / num_heads,
+            index / tokens % num_heads,
+            index % tokens,
+        );
         let first_key = (row * num_kv_heads + head / (num_heads / num_kv_heads)) * tokens;
-        let keys: Vec<usize> =
-            (0..tokens).filter(|key| visible[row][token * tokens + key]).map(|key| first_key + key).collect();
+        let keys: Vec<usize> = (0..tokens)
+            .filter(|key| visible[row][token * tokens + key])
+            .map(|key| first_key + key)
+            .collect();
         if keys.is_empty() {
             continue;
         }
         let query = &q[index * d..][..d];
-        let scores: Vec<f64> = keys.iter().map(|key| scale * dot(query, &k[key * d..][..d])).collect();
+        let scores: Vec<f64> = keys
+            .iter()
+            .map(|key| scale * dot(query, &k[key * d..][..d]))
+            .collect();
         let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         let sum: f64 = scores.iter().map(|score| (score - max).exp()).sum();
         result.lse[index] = max + sum.ln();
-        let p: Vec<f64> = scores.iter().map(|score| (score - max).exp() / sum).collect();
+        let p: Vec<f64> = scores
+            .iter()
+            .map(|score| (score - max).exp() / sum)
+            .collect();
         let dout = &dout[index * e..][..e];
-        let dp: Vec<f64> = keys.iter().map(|key| dot(dout, &v[key * e..][..e])).collect();
+        let dp: Vec<f64> = keys
+            .iter()
+            .map(|key| dot(dout, &v[key * e..][..e]))
+            .collect();
         let delta = dot(&p, &dp);
         for ((key, p), dp) in keys.iter().zip(&p).zip(&dp) {
             let ds = scale * p * (dp - delta);
@@ -144,12 +178,24 @@ pub fn attention_in_tensor_ops<B: AutodiffBackend>(
     let device = B::Device::default();
     let shapes = problem.shapes();
     let [q, k, v, dout]: [Tensor<B, 4>; 4] = std::array::from_fn(|i| {
-        Tensor::from_data(TensorData::new(inputs[i].to_vec(), shapes[i]), (&device, dtype))
+        Tensor::from_data(
+            TensorData::new(inputs[i].to_vec(), shapes[i]),
+            (&device, dtype),
+        )
     });
     let [q, k, v] = [q, k, v].map(Tensor::require_grad);
-    let &Problem { batch, num_heads, num_kv_heads, tokens, .. } = problem;
+    let &Problem {
+        batch,
+        num_heads,
+        num_kv_heads,
+        tokens,
+        ..
+    } = problem;
     let hidden: Vec<bool> = visible.iter().flatten().map(|visible| !visible).collect();
-    let hidden = Tensor::<B, 4, Bool>::from_data(TensorData::new(hidden, [batch, 1, tokens, tokens]), &device);
+    let hidden = Tensor::<B, 4, Bool>::from_data(
+        TensorData::new(hidden, [batch, 1, tokens, tokens]),
+        &device,
+    );
     let hidden = hidden.expand([batch, num_heads, tokens, tokens]);
     let repeat = |x: Tensor<B, 4>| {
         let width = x.dims()[3];
@@ -157,7 +203,10 @@ pub fn attention_in_tensor_ops<B: AutodiffBackend>(
             .expand([batch, num_kv_heads, num_heads / num_kv_heads, tokens, width])
             .reshape([batch, num_heads, tokens, width])
     };
-    let scores = q.clone().matmul(repeat(k.clone()).swap_dims(2, 3)).mul_scalar(problem.scale());
+    let scores = q
+        .clone()
+        .matmul(repeat(k.clone()).swap_dims(2, 3))
+        .mul_scalar(problem.scale());
     // A large finite number: a query that sees nothing must not become NaN.
     let scores = scores.mask_fill(hidden.clone(), -1e30);
     // Zeroes the uniform weights of queries that see nothing, and nothing else.
@@ -168,7 +217,13 @@ pub fn attention_in_tensor_ops<B: AutodiffBackend>(
     let scores = scores.inner();
     let max = scores.clone().max_dim(3);
     let lse = (scores - max.clone()).exp().sum_dim(3).log() + max;
-    Attention { lse: lse_values(lse, visible, problem), out: floats(&out), dq: grad(&q), dk: grad(&k), dv: grad(&v) }
+    Attention {
+        lse: lse_values(lse, visible, problem),
+        out: floats(&out),
+        dq: grad(&q),
+        dk: grad(&k),
+        dv: grad(&v),
+    }
 }
 
 fn lse_values<B: Backend>(lse: Tensor<B, 4>, visible: &[Vec<bool>], problem: &Problem) -> Vec<f64> {
@@ -178,5 +233,13 @@ fn lse_values<B: Backend>(lse: Tensor<B, 4>, visible: &[Vec<bool>], problem: &Pr
         visible[row][token * tokens..][..tokens].contains(&true)
     };
     let values = floats(&lse).into_iter().enumerate();
-    values.map(|(index, value)| if sees(index) { value } else { f64::NEG_INFINITY }).collect()
+    values
+        .map(|(index, value)| {
+            if sees(index) {
+                value
+            } else {
+                f64::NEG_INFINITY
+            }
+        })
+        .collect()
 }

@@ -19,11 +19,14 @@ pub fn random_documents(random: &mut Random, batch: usize) -> Documents {
     };
     if huge.is_none() && random.once_in(6) {
         let holes = random.int(2..=6);
-        let mask: Vec<Vec<bool>> =
-            (0..batch).map(|_| (0..seq_len).map(|_| !random.once_in(holes)).collect()).collect();
+        let mask: Vec<Vec<bool>> = (0..batch)
+            .map(|_| (0..seq_len).map(|_| !random.once_in(holes)).collect())
+            .collect();
         return Documents::from_mask(&mask).expect("rows of one length");
     }
-    let rows = (0..batch).map(|row| random_row(random, seq_len, huge.filter(|_| row == 0))).collect();
+    let rows = (0..batch)
+        .map(|row| random_row(random, seq_len, huge.filter(|_| row == 0)))
+        .collect();
     Documents::from_runs(rows, seq_len).expect("documents in order within the row")
 }
 
@@ -33,17 +36,34 @@ fn random_row(random: &mut Random, seq_len: usize, huge: Option<usize>) -> Vec<D
         return row;
     }
     // Padding on the left.
-    let mut at = if huge.is_none() && random.once_in(4) { random.int(0..=seq_len) } else { 0 };
+    let mut at = if huge.is_none() && random.once_in(4) {
+        random.int(0..=seq_len)
+    } else {
+        0
+    };
     if let Some(huge) = huge {
         row.push(Document::contiguous(at..at + huge));
         at += huge;
     }
     while at < seq_len && !random.once_in(12) {
-        let len = random.one_of(&[0, 1, 1, 2, 3, 5, 7, 11, 13, 17, 23]).min(seq_len - at);
-        let runs = if random.once_in(4) { holes(random, at..at + len) } else { vec![at..at + len] };
+        let len = random
+            .one_of(&[0, 1, 1, 2, 3, 5, 7, 11, 13, 17, 23])
+            .min(seq_len - at);
+        let runs = if random.once_in(4) {
+            holes(random, at..at + len)
+        } else {
+            std::iter::once(at..at + len).collect()
+        };
         // Padding that belongs to the document, or to none.
-        let own = if random.once_in(4) { random.int(0..=3).min(seq_len - at - len) } else { 0 };
-        row.push(Document { runs, extent: at..at + len + own });
+        let own = if random.once_in(4) {
+            random.int(0..=3).min(seq_len - at - len)
+        } else {
+            0
+        };
+        row.push(Document {
+            runs,
+            extent: at..at + len + own,
+        });
         at += len + own;
         if random.once_in(6) {
             at = (at + random.int(1..=3)).min(seq_len);
@@ -54,7 +74,10 @@ fn random_row(random: &mut Random, seq_len: usize, huge: Option<usize>) -> Vec<D
 
 /// Runs of real tokens with padding between them.
 fn holes(random: &mut Random, tokens: Range<usize>) -> Vec<Range<usize>> {
-    tokens.filter(|_| !random.once_in(3)).map(|token| token..token + 1).collect()
+    tokens
+        .filter(|_| !random.once_in(3))
+        .map(|token| token..token + 1)
+        .collect()
 }
 
 /// A way to deal out rows of `seq_len` tokens to `world_size` ranks: any policy; custom ones are uneven, in any order, and leave
@@ -62,14 +85,21 @@ fn holes(random: &mut Random, tokens: Range<usize>) -> Vec<Range<usize>> {
 pub fn random_layout(random: &mut Random, world_size: usize, seq_len: usize) -> LayoutPolicy {
     match random.int(if world_size == 1 { 0 } else { 1 }..=5) {
         0 => LayoutPolicy::Identity,
-        1 | 2 => LayoutPolicy::Contiguous { multiple: random.one_of(&[1, 2, 4, 8]) },
+        1 | 2 => LayoutPolicy::Contiguous {
+            multiple: random.one_of(&[1, 2, 4, 8]),
+        },
         3 => LayoutPolicy::HeadTail,
         _ => LayoutPolicy::Custom(random_ranges(random, world_size, seq_len)),
     }
 }
 
 fn random_ranges(random: &mut Random, world_size: usize, seq_len: usize) -> Vec<Vec<Range<usize>>> {
-    let end = seq_len + if random.once_in(3) { random.int(1..=9) } else { 0 };
+    let end = seq_len
+        + if random.once_in(3) {
+            random.int(1..=9)
+        } else {
+            0
+        };
     let longest = random.one_of(&[3, 17, end]);
     let mut ranges = Vec::new();
     let mut at = 0;
@@ -93,6 +123,8 @@ pub fn random_mask(random: &mut Random) -> MaskKind {
     match random.int(0..=4) {
         0 => MaskKind::Full,
         1 | 2 => MaskKind::CAUSAL,
-        _ => MaskKind::Causal { window: Some(random.one_of(&[0, 1, 2, 5, 16, 100, usize::MAX])) },
+        _ => MaskKind::Causal {
+            window: Some(random.one_of(&[0, 1, 2, 5, 16, 100, usize::MAX])),
+        },
     }
 }

@@ -58,18 +58,27 @@ impl Host {
 
     /// The element-wise sum, in order; at least one part.
     pub fn sum(parts: &[Self]) -> Self {
-        Self::from_fn(parts[0].shape, |index| parts.iter().map(|part| part.at(index)).sum())
+        Self::from_fn(parts[0].shape, |index| {
+            parts.iter().map(|part| part.at(index)).sum()
+        })
     }
 
     /// Zeros of this shape.
     pub fn zeros(shape: [usize; 3]) -> Self {
-        Self { shape, values: vec![0.0; shape.iter().product()] }
+        Self {
+            shape,
+            values: vec![0.0; shape.iter().product()],
+        }
     }
 
     /// The sum of the products of two arrays' values.
     pub fn dot(&self, other: &Self) -> f64 {
         assert_eq!(self.shape, other.shape, "arrays of one shape");
-        self.values.iter().zip(&other.values).map(|(a, b)| a * b).sum()
+        self.values
+            .iter()
+            .zip(&other.values)
+            .map(|(a, b)| a * b)
+            .sum()
     }
 
     /// A float tensor of this dtype.
@@ -86,7 +95,10 @@ impl Host {
 
     /// What a tensor holds.
     pub fn of<B: Backend, K: BasicOps<B>>(tensor: &Tensor<B, 3, K>) -> Self {
-        Self { shape: tensor.dims(), values: tensor.to_data().iter::<f64>().collect() }
+        Self {
+            shape: tensor.dims(),
+            values: tensor.to_data().iter::<f64>().collect(),
+        }
     }
 
     fn data(&self) -> TensorData {
@@ -112,7 +124,9 @@ pub fn to_bits<B: Backend, const D: usize>(tensor: &Tensor<B, D>) -> Vec<u64> {
 /// `‖got - want‖ / ‖want‖`; 0 where both are 0, infinite where only `want` is, or where a value is not finite.
 pub fn relative_error(got: &[f64], want: &[f64]) -> f64 {
     assert_eq!(got.len(), want.len(), "as many values as wanted");
-    let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|value| value * value).sum::<f64>().sqrt();
+    let norm = |values: &mut dyn Iterator<Item = f64>| {
+        values.map(|value| value * value).sum::<f64>().sqrt()
+    };
     let error = norm(&mut got.iter().zip(want).map(|(got, want)| got - want));
     if error == 0.0 {
         return 0.0;

@@ -36,11 +36,15 @@ impl Random {
 
     /// Floats of about unit size, mean 0, exact in `f32`.
     pub fn floats(&mut self, len: usize) -> Vec<f64> {
-        (0..len).map(|_| f64::from(self.0.random_range(-1.75_f32..1.75))).collect()
+        (0..len)
+            .map(|_| f64::from(self.0.random_range(-1.75_f32..1.75)))
+            .collect()
     }
 
     /// Integers in `-8..=8`: their sums over a few ranks are exact in every float dtype.
     pub fn small_ints(&mut self, len: usize) -> Vec<f64> {
-        (0..len).map(|_| self.0.random_range(-8_i8..=8).into()).collect()
+        (0..len)
+            .map(|_| self.0.random_range(-8_i8..=8).into())
+            .collect()
     }
 }

@@ -20,8 +20,13 @@ pub fn with_deadline<T: Send>(
     f: impl Fn(Groups) -> T + Sync,
 ) -> Result<Vec<T>, LaunchError> {
     let mesh = DeviceMesh::new(axes.iter().copied()).expect("a legal mesh");
-    let options = ThreadsOptions { deadline, ..ThreadsOptions::default() };
-    launch::threads_with(mesh.world_size(), options, |rank| Ok::<_, CommError>(f(comm::bind(&mesh, &rank)?)))
+    let options = ThreadsOptions {
+        deadline,
+        ..ThreadsOptions::default()
+    };
+    launch::threads_with(mesh.world_size(), options, |rank| {
+        Ok::<_, CommError>(f(comm::bind(&mesh, &rank)?))
+    })
 }
 
 /// Runs `f` on every rank of a mesh and returns the results in rank order.
@@ -37,7 +42,9 @@ pub fn on_groups<T: Send>(axes: &[(&str, usize)], f: impl Fn(Groups) -> T + Sync
 /// # Panics
 /// The world failed.
 pub fn on_ranks<T: Send>(world_size: usize, f: impl Fn(ProcessGroup) -> T + Sync) -> Vec<T> {
-    on_groups(&[("cp", world_size)], |groups| f(groups.along(&["cp"]).expect("the mesh has the axis")))
+    on_groups(&[("cp", world_size)], |groups| {
+        f(groups.along(&["cp"]).expect("the mesh has the axis"))
+    })
 }
 
 /// This rank's end of a run on a mesh of one axis, "cp", whatever the configuration's loss axes are.
@@ -45,7 +52,10 @@ pub fn on_ranks<T: Send>(world_size: usize, f: impl Fn(ProcessGroup) -> T + Sync
 /// # Panics
 /// The mesh has no such axis.
 pub fn sharder(groups: &Groups, config: ContextParallelConfig) -> ContextParallel {
-    let config = ContextParallelConfig { loss_axes: vec!["cp".into()], ..config };
+    let config = ContextParallelConfig {
+        loss_axes: vec!["cp".into()],
+        ..config
+    };
     ContextParallel::new(groups, config).expect("the mesh has the axis")
 }
 
@@ -56,7 +66,10 @@ pub fn sharder(groups: &Groups, config: ContextParallelConfig) -> ContextParalle
 ///
 /// # Panics
 /// A peer failed.
-pub fn backward<B: AutodiffBackend, const D: usize>(loss: &Tensor<B, D>, group: &ProcessGroup) -> B::Gradients {
+pub fn backward<B: AutodiffBackend, const D: usize>(
+    loss: &Tensor<B, D>,
+    group: &ProcessGroup,
+) -> B::Gradients {
     group.barrier().unwrap_or_else(|error| error.raise());
     loss.backward()
 }

@@ -19,7 +19,7 @@ use super::{
 /// The latest differentiable collective of a program, as its autodiff backend left it.
 ///
 /// Autodiff runs adjoints by depth of the graph, not by program order, and the depths of two ranks may differ. Each
-/// differentiable collective therefore takes the one before it as a parent. Which one that is, is kept here, type-erased:
+/// differentiable collective is therefore placed deeper than the one before it. How deep that lies is kept here, type-erased:
 /// this room knows no autodiff. Groups bound together share one order, since ranks that wait for each other in two groups
 /// in different orders would wait for ever; a training step has an order of its own.
 #[derive(Clone, Default)]

@@ -72,7 +72,10 @@ impl ContextParallelAttentionConfig {
         if let (false, Some(window)) = (self.causal, self.window) {
             return Err(NnError::field("window", "none without causal", window));
         }
-        if let Some(epsilon) = self.qk_norm.filter(|epsilon| !(*epsilon > 0.0)) {
+        if let Some(epsilon) = self
+            .qk_norm
+            .filter(|epsilon| epsilon.is_nan() || *epsilon <= 0.0)
+        {
             return Err(NnError::field("qk_norm", "a positive number", epsilon));
         }
         self.rope

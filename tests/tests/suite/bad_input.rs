@@ -8,7 +8,7 @@ use burn::{
 };
 use burn_cp::{
     attention::AttentionOptions,
-    batch::{BatchError, Media, SequenceBatch, Stream},
+    batch::{BatchError, SequenceBatch, Stream},
     comm::{self, CommError, FailureCause},
     launch::{self, LaunchError, ThreadsOptions},
     layout::{Documents, LayoutError, LayoutPolicy},
@@ -18,27 +18,33 @@ use burn_cp::{
 };
 use burn_cp_tests::{sharder, with_deadline};
 
-type B = Flex;
+pub(crate) type B = Flex;
 
 const DEADLINE: Duration = Duration::from_secs(5);
 
 /// Shards a batch on two ranks, both of which must refuse it, alike, and long before the deadline.
-fn refused_with(config: &ContextParallelConfig, batch: impl Fn() -> SequenceBatch<B> + Sync) -> StepError {
+pub(crate) fn refused_with(
+    config: &ContextParallelConfig,
+    batch: impl Fn() -> SequenceBatch<B> + Sync,
+) -> StepError {
     let start = Instant::now();
     let results = with_deadline(&[("cp", 2)], DEADLINE, |groups| {
         let cp = sharder(&groups, config.clone());
-        let error = cp.shard(batch(), &Default::default()).expect_err("this batch must be refused");
+        let error = cp
+            .shard(batch(), &Default::default())
+            .expect_err("this batch must be refused");
         // The group still works: nothing was half done.
         groups.world().unwrap().barrier().unwrap();
         error
     });
-    let mut errors = results.unwrap_or_else(|error| panic!("a refused batch must not end the world: {error}"));
+    let mut errors =
+        results.unwrap_or_else(|error| panic!("a refused batch must not end the world: {error}"));
     assert!(start.elapsed() < DEADLINE / 2, "took {:?}", start.elapsed());
     assert_eq!(errors[0].to_string(), errors[1].to_string());
     errors.swap_remove(0)
 }
 
-fn refused(batch: impl Fn() -> SequenceBatch<B> + Sync) -> BatchError {
+pub(crate) fn refused(batch: impl Fn() -> SequenceBatch<B> + Sync) -> BatchError {
     match refused_with(&ContextParallelConfig::default(), batch) {
         StepError::Batch(error) => error,
         other => panic!("expected an error of the batch, got {other}"),
@@ -49,7 +55,7 @@ fn zeros(shape: impl Into<Vec<usize>>) -> TensorData {
     TensorData::zeros::<i64, _>(shape.into())
 }
 
-fn ids() -> SequenceBatch<B> {
+pub(crate) fn ids() -> SequenceBatch<B> {
     SequenceBatch::from_ids(zeros([2, 6]))
 }
 
@@ -59,7 +65,10 @@ fn a_world_without_ranks_is_refused() {
     assert!(matches!(none, Err(LaunchError::EmptyWorld)));
     let none = launch::threads_detached(0, ThreadsOptions::default(), |_| Ok::<_, CommError>(()));
     assert!(matches!(none, Err(LaunchError::EmptyWorld)));
-    assert!(matches!(DeviceMesh::new([("dp", 2), ("cp", 0)]), Err(MeshError::ZeroSize { .. })));
+    assert!(matches!(
+        DeviceMesh::new([("dp", 2), ("cp", 0)]),
+        Err(MeshError::ZeroSize { .. })
+    ));
     let layout = LayoutPolicy::HeadTail.layout(&Documents::full(1, 8).unwrap(), 0);
     assert_eq!(layout, Err(LayoutError::ZeroRanks));
 }
@@ -67,9 +76,22 @@ fn a_world_without_ranks_is_refused() {
 #[test]
 fn a_mesh_of_another_size_than_the_world_is_refused_with_all_its_factors() {
     let mesh = DeviceMesh::new([("dp", 2), ("cp", 3)]).unwrap();
-    let errors = launch::threads(4, |rank| Ok::<_, CommError>(comm::bind(&mesh, &rank).map(|_| ()).unwrap_err())).unwrap();
+    let errors = launch::threads(4, |rank| {
+        Ok::<_, CommError>(comm::bind(&mesh, &rank).map(|_| ()).unwrap_err())
+    })
+    .unwrap();
     for error in errors {
-        assert!(matches!(error, CommError::Mesh(MeshError::WorldSize { expected: 6, got: 4, .. })), "{error}");
+        assert!(
+            matches!(
+                error,
+                CommError::Mesh(MeshError::WorldSize {
+                    expected: 6,
+                    got: 4,
+                    ..
+                })
+            ),
+            "{error}"
+        );
         assert!(error.to_string().contains("dp=2 x cp=3"), "{error}");
     }
 }
@@ -77,7 +99,9 @@ fn a_mesh_of_another_size_than_the_world_is_refused_with_all_its_factors() {
 #[test]
 fn an_axis_that_the_mesh_does_not_have_is_refused_by_name() {
     let errors = with_deadline(&[("cp", 2)], DEADLINE, |groups| {
-        burn_cp::sharder::ContextParallel::new(&groups, ContextParallelConfig::default()).unwrap_err().to_string()
+        burn_cp::sharder::ContextParallel::new(&groups, ContextParallelConfig::default())
+            .unwrap_err()
+            .to_string()
     });
     for error in errors.unwrap() {
         assert!(error.contains("dp") && error.contains("cp"), "{error}");
@@ -88,17 +112,32 @@ fn an_axis_that_the_mesh_does_not_have_is_refused_by_name() {
 fn an_empty_batch_is_refused() {
     for shape in [[0, 6], [2, 0]] {
         let error = refused(|| SequenceBatch::from_ids(zeros(shape)));
-        assert_eq!(error, BatchError::Empty { shape: shape.to_vec() });
+        assert_eq!(
+            error,
+            BatchError::Empty {
+                shape: shape.to_vec()
+            }
+        );
     }
     let error = refused(|| SequenceBatch::from_ids(zeros([6])));
-    assert!(matches!(error, BatchError::Shape { ref what, .. } if what == "ids"), "{error}");
+    assert!(
+        matches!(error, BatchError::Shape { ref what, .. } if what == "ids"),
+        "{error}"
+    );
 }
 
 #[test]
 fn streams_of_another_shape_are_refused_by_name() {
     let what = |batch: &(dyn Fn() -> SequenceBatch<B> + Sync)| match refused(batch) {
-        BatchError::Shape { what, expected, got } => {
-            assert!(expected.contains("[2, 6]") && got != [2, 6], "{what}: {expected}, {got:?}");
+        BatchError::Shape {
+            what,
+            expected,
+            got,
+        } => {
+            assert!(
+                expected.contains("[2, 6]") && got != [2, 6],
+                "{what}: {expected}, {got:?}"
+            );
             what
         }
         other => panic!("expected an error of shape, got {other}"),
@@ -106,8 +145,17 @@ fn streams_of_another_shape_are_refused_by_name() {
     for shape in [vec![2, 5], vec![1, 6], vec![6, 2], vec![12], vec![1, 2, 6]] {
         assert_eq!(what(&|| ids().with_labels(zeros(shape.clone()))), "labels");
     }
-    for shape in [vec![2, 5], vec![6], vec![3, 2, 5], vec![0, 2, 6], vec![1, 3, 2, 6]] {
-        assert_eq!(what(&|| ids().with_positions(zeros(shape.clone()))), "positions");
+    for shape in [
+        vec![2, 5],
+        vec![6],
+        vec![3, 2, 5],
+        vec![0, 2, 6],
+        vec![1, 3, 2, 6],
+    ] {
+        assert_eq!(
+            what(&|| ids().with_positions(zeros(shape.clone()))),
+            "positions"
+        );
     }
 }
 
@@ -115,21 +163,36 @@ fn streams_of_another_shape_are_refused_by_name() {
 fn streams_of_floats_are_refused_where_integers_are_meant() {
     let floats = || TensorData::zeros::<f32, _>([2, 6]);
     for (batch, name) in [
-        (&(|| ids().with_labels(floats())) as &(dyn Fn() -> SequenceBatch<B> + Sync), "labels"),
+        (
+            &(|| ids().with_labels(floats())) as &(dyn Fn() -> SequenceBatch<B> + Sync),
+            "labels",
+        ),
         (&|| ids().with_positions(floats()), "positions"),
         (&|| SequenceBatch::from_ids(floats()), "ids"),
     ] {
         let error = refused(batch);
-        assert!(matches!(error, BatchError::Dtype { ref what, .. } if what == name), "{error}");
+        assert!(
+            matches!(error, BatchError::Dtype { ref what, .. } if what == name),
+            "{error}"
+        );
     }
 }
 
 #[test]
 fn a_label_outside_the_vocabulary_is_refused_with_its_place() {
     for label in [10, -1, -99, i64::MAX] {
-        let labels = move || TensorData::new(vec![-100, 0, 9, 3, 0, 0, 0, label, 0, 0, 0, 0], [2, 6]);
+        let labels =
+            move || TensorData::new(vec![-100, 0, 9, 3, 0, 0, 0, label, 0, 0, 0, 0], [2, 6]);
         let error = refused(|| ids().with_labels(labels()).with_vocab_size(10));
-        assert_eq!(error, BatchError::Label { row: 1, token: 1, label, vocab_size: 10 });
+        assert_eq!(
+            error,
+            BatchError::Label {
+                row: 1,
+                token: 1,
+                label,
+                vocab_size: 10
+            }
+        );
     }
 }
 
@@ -137,95 +200,88 @@ fn a_label_outside_the_vocabulary_is_refused_with_its_place() {
 fn documents_that_do_not_fit_the_stream_are_refused() {
     for (batch, seq) in [(2, 5), (2, 7), (1, 6), (3, 6)] {
         let error = refused(|| ids().with_documents(Documents::full(batch, seq).unwrap()));
-        assert_eq!(error, BatchError::Documents { expected: [2, 6], got: [batch, seq] });
+        assert_eq!(
+            error,
+            BatchError::Documents {
+                expected: [2, 6],
+                got: [batch, seq]
+            }
+        );
     }
     let past = Documents::from_lengths(&[vec![4, 3]], 6);
-    assert!(matches!(past, Err(LayoutError::PastStream { row: 0, document: 1, expected: 6, got: 7 })), "{past:?}");
+    assert!(
+        matches!(
+            past,
+            Err(LayoutError::PastStream {
+                row: 0,
+                document: 1,
+                expected: 6,
+                got: 7
+            })
+        ),
+        "{past:?}"
+    );
 }
 
 #[test]
 fn a_layout_that_does_not_fit_is_refused() {
     let refused = |layout| {
-        let config = ContextParallelConfig { layout, ..ContextParallelConfig::default() };
+        let config = ContextParallelConfig {
+            layout,
+            ..ContextParallelConfig::default()
+        };
         match refused_with(&config, ids) {
             StepError::Layout(error) | StepError::Batch(BatchError::Layout(error)) => error,
             other => panic!("expected an error of the layout, got {other}"),
         }
     };
-    assert!(matches!(refused(LayoutPolicy::Identity), LayoutError::WorldSize { got: 2, .. }));
-    let custom = |ranks: [std::ops::Range<usize>; 2]| LayoutPolicy::Custom(ranks.map(|range| vec![range]).to_vec());
-    assert!(matches!(refused(custom([0..3, 4..6])), LayoutError::Gap { .. }));
-    assert!(matches!(refused(custom([0..4, 3..6])), LayoutError::Overlap { .. }));
-    assert!(matches!(refused(custom([0..2, 2..5])), LayoutError::Gap { .. }));
-}
-
-/// Two images of four and of eight patches, two by two merged into one token: 1 + 2 tokens.
-fn media(rows: usize, grids: Vec<[usize; 3]>, marked: &[usize]) -> Media<B> {
-    let placeholders: Vec<bool> = (0..12).map(|token| marked.contains(&token)).collect();
-    Media {
-        name: "image".into(),
-        pixels: Tensor::zeros([rows, 3], &Default::default()),
-        grids,
-        spatial_merge_size: 2,
-        placeholders: TensorData::new(placeholders, [2, 6]),
-    }
-}
-
-#[test]
-fn grids_that_do_not_match_the_pixel_rows_are_refused() {
-    let grids = || vec![[1, 2, 2], [1, 4, 2]];
-    let error = refused(|| ids().with_media(media(11, grids(), &[0, 1, 2])));
-    assert!(matches!(error, BatchError::PixelRows { expected: 12, got: 11, .. }), "{error}");
-    for grid in [[1, 3, 2], [0, 2, 2], [1, 2, 0]] {
-        let error = refused(|| ids().with_media(media(grid.iter().product::<usize>(), vec![grid], &[0])));
-        assert!(matches!(error, BatchError::Grid { grid: got, merge: 2, .. } if got == grid), "{error}");
-    }
-}
-
-#[test]
-fn placeholders_and_embeddings_must_be_equally_many() {
-    let grids = || vec![[1, 2, 2], [1, 4, 2]];
-    for marked in [&[0, 1, 2, 7][..], &[0, 1], &[]] {
-        let error = refused(|| ids().with_media(media(12, grids(), marked)));
-        let expected = BatchError::Placeholders { what: "image".into(), placeholders: marked.len(), embeddings: 3 };
-        assert_eq!(error, expected);
-    }
-    let mask = |len: usize| TensorData::new((0..12).map(|token| token < len).collect::<Vec<_>>(), [2, 6]);
-    for len in [2, 4] {
-        let layers = || vec![Tensor::<B, 2>::zeros([len, 5], &Default::default()), Tensor::zeros([3, 5], &Default::default())];
-        let error = refused(|| ids().with_deepstack(mask(len), layers()));
-        let what = "deepstack layer 1".into();
-        assert_eq!(error, BatchError::Placeholders { what, placeholders: len, embeddings: 3 });
-    }
-    let wrong = || TensorData::new(vec![true; 10], [2, 5]);
-    let error = refused(|| ids().with_deepstack(wrong(), vec![]));
-    assert!(matches!(error, BatchError::Shape { ref what, .. } if what == "deepstack"), "{error}");
-}
-
-#[test]
-fn two_media_on_one_token_are_refused() {
-    let error = refused(|| {
-        let video = Media { name: "video".into(), ..media(8, vec![[2, 2, 2]], &[8, 10]) };
-        ids().with_media(media(4, vec![[1, 2, 2]], &[10])).with_media(video)
-    });
-    let (first, second) = ("image".into(), "video".into());
-    assert_eq!(error, BatchError::PlaceholderTwice { row: 1, token: 4, first, second });
+    assert!(matches!(
+        refused(LayoutPolicy::Identity),
+        LayoutError::WorldSize { got: 2, .. }
+    ));
+    let custom = |ranks: [std::ops::Range<usize>; 2]| {
+        LayoutPolicy::Custom(ranks.map(|range| vec![range]).to_vec())
+    };
+    assert!(matches!(
+        refused(custom([0..3, 4..6])),
+        LayoutError::Gap { .. }
+    ));
+    assert!(matches!(
+        refused(custom([0..4, 3..6])),
+        LayoutError::Overlap { .. }
+    ));
+    assert!(matches!(
+        refused(custom([0..2, 2..5])),
+        LayoutError::Gap { .. }
+    ));
 }
 
 #[test]
 fn a_stream_that_nobody_declared_or_that_has_other_tokens_is_refused() {
     let stream = |len: usize| Stream::new(Tensor::<B, 2>::zeros([2, len], &Default::default()));
     let error = refused(|| ids().with_stream("weights", stream(6)));
-    assert_eq!(error, BatchError::UnknownStream { name: "weights".into(), declared: vec![] });
+    assert_eq!(
+        error,
+        BatchError::UnknownStream {
+            name: "weights".into(),
+            declared: vec![]
+        }
+    );
     for dim in [0, 1, 2] {
         let declared = burn_cp::batch::StreamDeclaration {
             name: "weights".into(),
             dim,
             pad: burn_cp::batch::PadRule::Value(0.0),
         };
-        let config = ContextParallelConfig { streams: vec![declared], ..ContextParallelConfig::default() };
+        let config = ContextParallelConfig {
+            streams: vec![declared],
+            ..ContextParallelConfig::default()
+        };
         let error = refused_with(&config, || ids().with_stream("weights", stream(5)));
-        assert!(matches!(error, StepError::Batch(BatchError::Shape { ref what, .. }) if what.contains("weights")), "{error}");
+        assert!(
+            matches!(error, StepError::Batch(BatchError::Shape { ref what, .. }) if what.contains("weights")),
+            "{error}"
+        );
     }
 }
 
@@ -234,22 +290,38 @@ fn a_stream_that_nobody_declared_or_that_has_other_tokens_is_refused() {
 fn heads_that_do_not_divide_are_refused_before_any_collective() {
     let start = Instant::now();
     let world = with_deadline(&[("cp", 2)], DEADLINE, |groups| {
-        let step = sharder(&groups, ContextParallelConfig::default()).shard(ids(), &Default::default()).unwrap();
+        let step = sharder(&groups, ContextParallelConfig::default())
+            .shard(ids(), &Default::default())
+            .unwrap();
         let heads = |num| Tensor::<B, 4>::zeros([2, num, step.local_len(), 4], &Default::default());
         step.attention(heads(5), heads(3), heads(3), &AttentionOptions::causal())
     });
     assert!(start.elapsed() < DEADLINE / 2, "took {:?}", start.elapsed());
     match world {
         Err(LaunchError::Rank(failure)) => {
-            let FailureCause::Panic(message) = &failure.cause else { panic!("{failure}") };
-            assert!(message.contains("num_heads") && message.contains("num_kv_heads"), "{message}");
+            let FailureCause::Panic(message) = &failure.cause else {
+                panic!("{failure}")
+            };
+            assert!(
+                message.contains("num_heads") && message.contains("num_kv_heads"),
+                "{message}"
+            );
             assert!(message.contains('5') && message.contains('3'), "{message}");
-            assert!(failure.op.contains("own code") && !failure.op.contains("attention"), "{failure}");
+            assert!(
+                failure.op.contains("own code") && !failure.op.contains("attention"),
+                "{failure}"
+            );
         }
         other => panic!("expected a rank's failure, got {:?}", other.map(|_| ())),
     }
     let layer = ContextParallelAttentionConfig::new(20, 5, 3, 4).init::<B>(&Default::default());
-    assert!(matches!(layer, Err(NnError::HeadGroups { num_heads: 5, num_kv_heads: 3 })));
+    assert!(matches!(
+        layer,
+        Err(NnError::HeadGroups {
+            num_heads: 5,
+            num_kv_heads: 3
+        })
+    ));
 }
 
 /// Ranks that hold different batches are told so, though each batch is a good one.
@@ -264,15 +336,23 @@ fn ranks_with_different_batches_disagree() {
                 batch = match change {
                     0 => SequenceBatch::from_ids(TensorData::ones::<i64, _>([2, 6])),
                     1 => batch.with_labels(zeros([2, 6])),
-                    _ => batch.with_documents(Documents::from_lengths(&[vec![2, 4], vec![6]], 6).unwrap()),
+                    _ => batch.with_documents(
+                        Documents::from_lengths(&[vec![2, 4], vec![6]], 6).unwrap(),
+                    ),
                 };
             }
             let cp = sharder(&groups, ContextParallelConfig::default());
-            cp.shard(batch, &Default::default()).map(|_| ()).unwrap_err().to_string()
+            cp.shard(batch, &Default::default())
+                .map(|_| ())
+                .unwrap_err()
+                .to_string()
         });
         assert!(start.elapsed() < DEADLINE / 2, "took {:?}", start.elapsed());
         // The first failure ends the world, whoever returns what.
         let error = errors.unwrap_err().to_string();
-        assert!(error.contains("disagree") && error.contains("plan of the step"), "{error}");
+        assert!(
+            error.contains("disagree") && error.contains("plan of the step"),
+            "{error}"
+        );
     }
 }

@@ -13,12 +13,21 @@ use burn_cp_tests::{Attention, Problem, Random, random_layout};
 
 use crate::attention::{Case, run};
 
-const EXCHANGES: [ExchangeStrategy; 2] = [ExchangeStrategy::AllGather, ExchangeStrategy::NeededOnly];
-const MASKS: [MaskKind; 3] = [MaskKind::CAUSAL, MaskKind::Full, MaskKind::Causal { window: Some(70) }];
+const EXCHANGES: [ExchangeStrategy; 2] =
+    [ExchangeStrategy::AllGather, ExchangeStrategy::NeededOnly];
+const MASKS: [MaskKind; 3] = [
+    MaskKind::CAUSAL,
+    MaskKind::Full,
+    MaskKind::Causal { window: Some(70) },
+];
 
 /// Documents longer than a tile of the kernels and shorter ones, padding between them, and documents of one token.
 fn documents(row: usize) -> Documents {
-    let lengths = [&[5, 333, 1, 0, 29][..], &[64, 65, 127, 3], &[1, 1, 200, 2, 150]][row % 3];
+    let lengths = [
+        &[5, 333, 1, 0, 29][..],
+        &[64, 65, 127, 3],
+        &[1, 1, 200, 2, 150],
+    ][row % 3];
     let padded: Vec<usize> = lengths.iter().map(|len| len + row % 2).collect();
     Documents::from_padded_lengths(&[lengths.to_vec()], &[padded], 391).unwrap()
 }
@@ -54,7 +63,10 @@ fn attention(case: &Case, inputs: &[Vec<f64>; 4]) -> Attention {
 /// Index and both values of the first few that differ.
 fn differing(got: &[f64], want: &[f64]) -> Vec<(usize, f64, f64)> {
     let all = got.iter().zip(want).enumerate();
-    all.filter(|(_, (got, want))| got.to_bits() != want.to_bits()).map(|(i, (got, want))| (i, *got, *want)).take(8).collect()
+    all.filter(|(_, (got, want))| got.to_bits() != want.to_bits())
+        .map(|(i, (got, want))| (i, *got, *want))
+        .take(8)
+        .collect()
 }
 
 #[test]
@@ -73,11 +85,21 @@ fn forward_of_any_world_equals_one_rank_to_the_bit() {
             ];
             for layout in layouts {
                 for exchange in EXCHANGES {
-                    let many = Case { layout: layout.clone(), exchange, world_size, ..one.clone() };
+                    let many = Case {
+                        layout: layout.clone(),
+                        exchange,
+                        world_size,
+                        ..one.clone()
+                    };
                     let got = attention(&many, &inputs);
-                    for (what, got, want) in [("out", &got.out, &want.out), ("lse", &got.lse, &want.lse)] {
+                    for (what, got, want) in
+                        [("out", &got.out, &want.out), ("lse", &got.lse, &want.lse)]
+                    {
                         let differ = differing(got, want);
-                        assert!(differ.is_empty(), "{what}: (index, got, wanted) {differ:?} in {many:?}");
+                        assert!(
+                            differ.is_empty(),
+                            "{what}: (index, got, wanted) {differ:?} in {many:?}"
+                        );
                     }
                     layouts_seen += 1;
                 }
@@ -92,7 +114,12 @@ fn forward_and_backward_repeat_to_the_bit() {
     let mut random = Random::new(12);
     for (row, mask) in MASKS.into_iter().enumerate() {
         for exchange in EXCHANGES {
-            let many = Case { layout: LayoutPolicy::HeadTail, exchange, world_size: 4, ..case(documents(row), mask, 4) };
+            let many = Case {
+                layout: LayoutPolicy::HeadTail,
+                exchange,
+                world_size: 4,
+                ..case(documents(row), mask, 4)
+            };
             let inputs = many.inputs(&mut random);
             let all = |a: Attention| [a.out, a.lse, a.dq, a.dk, a.dv].map(|values| bits(&values));
             let first = all(attention(&many, &inputs));

@@ -1,7 +1,11 @@
 //! Collectives, attention and steps across ranks in threads.
 
+// Clippy takes the helpers of tests for library code.
+#![allow(clippy::unwrap_used)]
+
 mod attention;
 mod bad_input;
+mod bad_media;
 mod bitwise;
 mod collectives;
 mod gradients;
@@ -11,3 +15,4 @@ mod steps;
 mod token_loss;
 mod training;
 mod unpacked_reference;
+mod verbs;

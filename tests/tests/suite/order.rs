@@ -3,7 +3,9 @@
 use burn::{
     backend::{
         Autodiff, Flex, NdArray,
-        autodiff::checkpoint::strategy::{BalancedCheckpointing, CheckpointStrategy, NoCheckpointing},
+        autodiff::checkpoint::strategy::{
+            BalancedCheckpointing, CheckpointStrategy, NoCheckpointing,
+        },
     },
     tensor::Tensor,
 };
@@ -21,12 +23,16 @@ fn leaf<C: CheckpointStrategy>(value: f64) -> Tensor<B<C>, 1> {
 
 /// Twice the tensor, `depth + 1` operations deep; `depth` is even.
 fn deepened<C: CheckpointStrategy>(x: Tensor<B<C>, 1>, depth: usize) -> Tensor<B<C>, 1> {
-    (0..depth).fold(x.mul_scalar(2.0), |x, i| x.mul_scalar(if i % 2 == 0 { 4.0 } else { 0.25 }))
+    (0..depth).fold(x.mul_scalar(2.0), |x, i| {
+        x.mul_scalar(if i % 2 == 0 { 4.0 } else { 0.25 })
+    })
 }
 
 /// `[2 · world_size]` weights, different on every rank and for every exchange.
 fn weights<C: CheckpointStrategy>(group: &ProcessGroup, exchange: usize) -> Tensor<B<C>, 1> {
-    let values = (0..2 * group.size()).map(|i| weight(exchange, group.rank(), i)).collect::<Vec<_>>();
+    let values = (0..2 * group.size())
+        .map(|i| weight(exchange, group.rank(), i))
+        .collect::<Vec<_>>();
     Tensor::from_floats(values.as_slice(), &Default::default())
 }
 
@@ -37,12 +43,19 @@ fn weight(exchange: usize, rank: usize, index: usize) -> f64 {
 
 /// Gradient of `rank`'s leaf, which all ranks gathered in this exchange and weighted; `factor` is what the leaf was multiplied by.
 fn wanted(exchange: usize, rank: usize, world_size: usize, factor: f64) -> Vec<f64> {
-    (0..2).map(|i| factor * (0..world_size).map(|taker| weight(exchange, taker, 2 * rank + i)).sum::<f64>()).collect()
+    (0..2)
+        .map(|i| {
+            factor
+                * (0..world_size)
+                    .map(|taker| weight(exchange, taker, 2 * rank + i))
+                    .sum::<f64>()
+        })
+        .collect()
 }
 
 /// Two exchanges of equal shape, independent of each other until the loss; rank 0's graph is deep before the first, rank 1's before
-/// the second. By depth alone rank 0 would run the first one's adjoint first and rank 1 the second one's. Without the chain that
-/// `leave` in `backends/autodiff.rs` makes, they meet in different adjoints: the fingerprints differ and the world fails with
+/// the second. By depth alone rank 0 would run the first one's adjoint first and rank 1 the second one's. Without the order that
+/// `leave` in `backends/autodiff.rs` keeps, they meet in different adjoints: the fingerprints differ and the world fails with
 /// `Mismatch`; without fingerprints too, the two gradients would be swapped between the ranks.
 fn independent_exchanges<C: CheckpointStrategy>() {
     for world_size in [2, 3] {
@@ -56,8 +69,16 @@ fn independent_exchanges<C: CheckpointStrategy>() {
             [a, b].map(|leaf| floats(&leaf.grad(&gradients).unwrap()))
         });
         for (rank, [a, b]) in gradients.into_iter().enumerate() {
-            assert_eq!(a, wanted(0, rank, world_size, 2.0), "first exchange, rank {rank}");
-            assert_eq!(b, wanted(1, rank, world_size, 2.0), "second exchange, rank {rank}");
+            assert_eq!(
+                a,
+                wanted(0, rank, world_size, 2.0),
+                "first exchange, rank {rank}"
+            );
+            assert_eq!(
+                b,
+                wanted(1, rank, world_size, 2.0),
+                "second exchange, rank {rank}"
+            );
         }
     }
 }
@@ -72,7 +93,10 @@ fn independent_exchanges_on_graphs_of_different_depth_keep_their_gradients() {
 #[test]
 fn exchanges_of_different_groups_keep_one_order() {
     let gradients = burn_cp_tests::on_groups(&[("dp", 2), ("cp", 2)], |groups| {
-        let (dp, cp) = (groups.along(&["dp"]).unwrap(), groups.along(&["cp"]).unwrap());
+        let (dp, cp) = (
+            groups.along(&["dp"]).unwrap(),
+            groups.along(&["cp"]).unwrap(),
+        );
         let (a, b) = (leaf::<NoCheckpointing>(1.0), leaf::<NoCheckpointing>(2.0));
         let odd = groups.global_rank() % 3 == 0;
         let all_a = collectives::all_gather(deepened(a.clone(), if odd { 6 } else { 0 }), 0, &dp);
@@ -86,7 +110,12 @@ fn exchanges_of_different_groups_keep_one_order() {
     assert_eq!(gradients.len(), 4);
 }
 
-fn gathered_loss(x: &Tensor<B, 1>, exchange: usize, depth: usize, group: &ProcessGroup) -> Tensor<B, 1> {
+fn gathered_loss(
+    x: &Tensor<B, 1>,
+    exchange: usize,
+    depth: usize,
+    group: &ProcessGroup,
+) -> Tensor<B, 1> {
     let all = collectives::all_gather(deepened(x.clone(), depth), 0, group);
     (all * weights(group, exchange)).sum()
 }
@@ -112,7 +141,11 @@ fn a_forward_pass_without_backward_does_not_disturb_the_next_step() {
     });
     for (rank, rounds) in gradients.into_iter().enumerate() {
         for (round, got) in rounds.into_iter().enumerate() {
-            assert_eq!(got, wanted(round, rank, 2, 2.0), "rank {rank}, round {round}");
+            assert_eq!(
+                got,
+                wanted(round, rank, 2, 2.0),
+                "rank {rank}, round {round}"
+            );
         }
     }
 }
@@ -135,23 +168,69 @@ fn steps_with_orders_of_their_own_may_overlap() {
             }
         });
         for (rank, got) in gradients.into_iter().enumerate() {
-            assert_eq!(got, [0, 1].map(|exchange| wanted(exchange, rank, 3, 2.0)), "rank {rank}, reversed {reversed}");
+            assert_eq!(
+                got,
+                [0, 1].map(|exchange| wanted(exchange, rank, 3, 2.0)),
+                "rank {rank}, reversed {reversed}"
+            );
         }
     }
 }
 
-/// Two losses over one chain, each with a backward pass of its own, in program order.
+/// Two losses over one order, each with a backward pass of its own, in either order.
 #[test]
-fn two_losses_over_one_chain_have_a_backward_pass_each() {
+fn two_losses_over_one_order_have_a_backward_pass_each() {
+    for reversed in [false, true] {
+        let gradients = on_ranks(2, |group| {
+            let (x, y) = (leaf::<NoCheckpointing>(1.0), leaf::<NoCheckpointing>(3.0));
+            let a = gathered_loss(&x, 0, 6 * group.rank(), &group);
+            let b = gathered_loss(&y, 1, 6 * (1 - group.rank()), &group);
+            let grad = |loss: &Tensor<B, 1>, leaf: &Tensor<B, 1>| {
+                floats(&leaf.grad(&backward(loss, &group)).unwrap())
+            };
+            if reversed {
+                let b = grad(&b, &y);
+                [grad(&a, &x), b]
+            } else {
+                [grad(&a, &x), grad(&b, &y)]
+            }
+        });
+        for (rank, got) in gradients.into_iter().enumerate() {
+            assert_eq!(
+                got,
+                [0, 1].map(|exchange| wanted(exchange, rank, 2, 2.0)),
+                "rank {rank}, reversed {reversed}"
+            );
+        }
+    }
+}
+
+/// A result that only one rank still holds when its graph is cleaned up must not tie the next step to it on that rank alone.
+#[test]
+fn what_one_rank_keeps_of_an_evaluation_does_not_matter() {
     let gradients = on_ranks(2, |group| {
-        let (x, y) = (leaf::<NoCheckpointing>(1.0), leaf::<NoCheckpointing>(3.0));
-        let a = gathered_loss(&x, 0, 6 * group.rank(), &group);
-        let b = gathered_loss(&y, 1, 6 * (1 - group.rank()), &group);
-        let first = floats(&x.grad(&backward(&a, &group)).unwrap());
-        [first, floats(&y.grad(&backward(&b, &group)).unwrap())]
+        let x = leaf::<NoCheckpointing>(1.0);
+        let eval = gathered_loss(&x, 7, 0, &group);
+        let kept = (group.rank() == 0).then_some(eval);
+        // A step with an order of its own: its backward pass cleans up what nobody holds.
+        let own = group.with_order(ProgramOrder::new());
+        let first = floats(
+            &x.grad(&backward(&gathered_loss(&x, 0, 0, &own), &group))
+                .unwrap(),
+        );
+        let second = floats(
+            &x.grad(&backward(&gathered_loss(&x, 1, 0, &group), &group))
+                .unwrap(),
+        );
+        drop(kept);
+        [first, second]
     });
     for (rank, got) in gradients.into_iter().enumerate() {
-        assert_eq!(got, [0, 1].map(|exchange| wanted(exchange, rank, 2, 2.0)), "rank {rank}");
+        assert_eq!(
+            got,
+            [0, 1].map(|exchange| wanted(exchange, rank, 2, 2.0)),
+            "rank {rank}"
+        );
     }
 }
 
@@ -162,7 +241,11 @@ fn exchanges_of_exchanges_have_the_product_of_their_gradients() {
         let x = Tensor::<Autodiff<Flex>, 1>::full([2], 1.0, &Default::default()).require_grad();
         let once = collectives::all_reduce(x.clone(), &group);
         let twice = collectives::all_reduce(once.clone() * once, &group);
-        x.grad(&backward(&twice.sum(), &group)).unwrap().to_data().to_vec::<f32>().unwrap()
+        x.grad(&backward(&twice.sum(), &group))
+            .unwrap()
+            .to_data()
+            .to_vec::<f32>()
+            .unwrap()
     });
     // Both ranks' losses are Σ 2 (x0 + x1)², with x0 = x1 = 1: each leaf gets 2 · 2 · 2 (x0 + x1).
     assert_eq!(gradients, [[16.0, 16.0], [16.0, 16.0]]);

@@ -52,10 +52,17 @@ impl<B: Backend> ModuleVisitor<B> for Collect {
 }
 
 fn parameters(config: &Qwen3VlConfig, seed: u64) -> Vec<(String, Vec<usize>, Vec<f32>)> {
-    let model = config.init::<Flex>(&Default::default(), seed).unwrap();
+    let model = config
+        .init::<Flex>(&Default::default(), seed)
+        .expect("presets are valid");
     let mut collect = Collect::default();
     model.visit(&mut collect);
     collect.found
+}
+
+fn shape(parameters: &[(String, Vec<usize>, Vec<f32>)], name: &str) -> Option<Vec<usize>> {
+    let found = parameters.iter().find(|(path, ..)| path == name);
+    found.map(|(_, shape, _)| shape.clone())
 }
 
 #[test]
@@ -135,45 +142,78 @@ fn initial_weights_depend_only_on_the_seed() {
 }
 
 #[test]
-fn parameters_have_the_published_names_and_scales() {
-    let tied = parameters(&Qwen3VlConfig::small(64), 1);
+fn parameters_have_the_published_names() {
+    let config = Qwen3VlConfig::small(64);
+    let (text, vision) = (&config.text_config, &config.vision_config);
+    let tied = parameters(&config, 1);
+    let (wide, hidden) = (text.hidden_size, vision.hidden_size);
+    let keys = text.num_kv_heads() * text.head_dim;
+    let square = vision.spatial_merge_size.pow(2) * hidden;
+    let layers = "model.language_model.layers.0";
+    let visual = "model.visual";
+    for (name, expected) in [
+        (
+            "model.language_model.embed_tokens.weight".into(),
+            vec![64, wide],
+        ),
+        (
+            format!("{layers}.self_attn.k_proj.weight"),
+            vec![wide, keys],
+        ),
+        (
+            format!("{layers}.self_attn.q_norm.gamma"),
+            vec![text.head_dim],
+        ),
+        (
+            format!("{layers}.mlp.down_proj.weight"),
+            vec![text.intermediate_size, wide],
+        ),
+        (
+            format!("{layers}.post_attention_layernorm.gamma"),
+            vec![wide],
+        ),
+        ("model.language_model.norm.gamma".into(), vec![wide]),
+        (
+            format!("{visual}.patch_embed.proj.weight"),
+            vec![vision.patch_dim(), hidden],
+        ),
+        (
+            format!("{visual}.pos_embed.weight"),
+            vec![vision.num_position_embeddings, hidden],
+        ),
+        (
+            format!("{visual}.blocks.1.attn.qkv.weight"),
+            vec![hidden, 3 * hidden],
+        ),
+        (
+            format!("{visual}.merger.linear_fc2.weight"),
+            vec![square, wide],
+        ),
+        (format!("{visual}.merger.norm.gamma"), vec![hidden]),
+        (
+            format!("{visual}.deepstack_merger_list.0.norm.gamma"),
+            vec![square],
+        ),
+    ] {
+        assert_eq!(shape(&tied, &name), Some(expected), "{name}");
+    }
+}
+
+#[test]
+fn only_an_untied_model_has_a_head() {
+    let config = Qwen3VlConfig::tiny(64);
+    assert_eq!(shape(&parameters(&config, 1), "lm_head.weight"), None);
     let untied = Qwen3VlConfig {
         tie_word_embeddings: Some(false),
-        ..Qwen3VlConfig::small(64)
+        ..config
     };
-    let untied = parameters(&untied, 1);
-    let shape = |parameters: &[(String, Vec<usize>, Vec<f32>)], name: &str| {
-        parameters
-            .iter()
-            .find(|(path, ..)| path == name)
-            .map(|(_, shape, _)| shape.clone())
-    };
-    for (name, expected) in [
-        ("model.language_model.embed_tokens.weight", vec![64, 64]),
-        (
-            "model.language_model.layers.2.self_attn.k_proj.weight",
-            vec![64, 32],
-        ),
-        (
-            "model.language_model.layers.0.self_attn.q_norm.gamma",
-            vec![16],
-        ),
-        (
-            "model.language_model.layers.1.mlp.down_proj.weight",
-            vec![160, 64],
-        ),
-        ("model.language_model.norm.gamma", vec![64]),
-        ("model.visual.patch_embed.proj.weight", vec![32, 64]),
-        ("model.visual.pos_embed.weight", vec![16, 64]),
-        ("model.visual.blocks.1.attn.qkv.weight", vec![64, 192]),
-        ("model.visual.merger.linear_fc2.weight", vec![256, 64]),
-        ("model.visual.merger.norm.gamma", vec![64]),
-        ("model.visual.deepstack_merger_list.0.norm.gamma", vec![256]),
-    ] {
-        assert_eq!(shape(&tied, name), Some(expected), "{name}");
-    }
-    assert_eq!(shape(&tied, "lm_head.weight"), None);
-    assert_eq!(shape(&untied, "lm_head.weight"), Some(vec![64, 64]));
+    let head = shape(&parameters(&untied, 1), "lm_head.weight");
+    assert_eq!(head, Some(vec![untied.text_config.hidden_size, 64]));
+}
+
+#[test]
+fn norms_start_as_one_and_biases_as_zero() {
+    let tied = parameters(&Qwen3VlConfig::tiny(64), 1);
     for (path, _, values) in &tied {
         let size = values.iter().map(|value| value * value).sum::<f32>() / values.len() as f32;
         let expected = match path.rsplit('.').next() {

@@ -269,9 +269,7 @@ mod tests {
         assert_eq!(grid, ["vision_config.num_position_embeddings"]);
         let deep = paths(|config| config.vision_config.deepstack_visual_indexes = vec![1, 0]);
         assert_eq!(deep, ["vision_config.deepstack_visual_indexes"]);
-        let rope = paths(|config| {
-            config.text_config.head_dim = 32;
-        });
+        let rope = paths(|config| config.text_config.head_dim += 2);
         assert_eq!(rope, ["text_config.rope_parameters"]);
     }
 
