@@ -1,5 +1,10 @@
 //! Varlen attention on one device beside Burn's own attention over the same documents, one call per document.
 
+#![allow(
+    missing_docs,
+    reason = "criterion_group makes an undocumented function"
+)]
+
 use std::hint::black_box;
 
 use burn::{
@@ -16,7 +21,13 @@ const HEAD_DIM: usize = 32;
 fn varlen(c: &mut Criterion) {
     let device = Default::default();
     let tokens: usize = LENGTHS.iter().sum();
-    let random = || Tensor::<Flex, 4>::random([1, NUM_HEADS, tokens, HEAD_DIM], Distribution::Default, &device);
+    let random = || {
+        Tensor::<Flex, 4>::random(
+            [1, NUM_HEADS, tokens, HEAD_DIM],
+            Distribution::Default,
+            &device,
+        )
+    };
     let (q, k, v) = (random(), random(), random());
     let mut ranges = Vec::new();
     let mut start = 0;
@@ -36,17 +47,32 @@ fn varlen(c: &mut Criterion) {
             window: None,
         })
         .collect();
-    let segments = Segments::new(segments, (1, tokens), (1, tokens)).expect("documents that fill their row");
+    let segments =
+        Segments::new(segments, (1, tokens), (1, tokens)).expect("documents that fill their row");
     let options = AttentionOptions::new();
     let mut group = c.benchmark_group("forward, 1,024 tokens in 6 documents, Flex f32");
     group.bench_function("burn-cp varlen", |b| {
-        b.iter(|| black_box(attention_forward(q.clone(), k.clone(), v.clone(), &segments, &options)));
+        b.iter(|| {
+            black_box(attention_forward(
+                q.clone(),
+                k.clone(),
+                v.clone(),
+                &segments,
+                &options,
+            ))
+        });
     });
     group.bench_function("burn attention per document", |b| {
         b.iter(|| {
             for range in &ranges {
-                let part = |x: &Tensor<Flex, 4>| x.clone().slice([0..1, 0..NUM_HEADS, range.clone(), 0..HEAD_DIM]);
-                let options = burn::tensor::ops::AttentionModuleOptions { is_causal: true, ..Default::default() };
+                let part = |x: &Tensor<Flex, 4>| {
+                    x.clone()
+                        .slice([0..1, 0..NUM_HEADS, range.clone(), 0..HEAD_DIM])
+                };
+                let options = burn::tensor::ops::AttentionModuleOptions {
+                    is_causal: true,
+                    ..Default::default()
+                };
                 black_box(attention(part(&q), part(&k), part(&v), None, None, options));
             }
         });

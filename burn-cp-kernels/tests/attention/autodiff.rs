@@ -31,7 +31,7 @@ fn check_gradients<B: AttentionBackend, C: CheckpointStrategy>() {
     assert_eq!(values(&out), expected.out);
     let grads = (out.neg().neg() * case.dout(DType::F32)).sum().backward();
     for (tensor, expected) in [(q, expected.dq), (k, expected.dk), (v, expected.dv)] {
-        assert_eq!(values(&tensor.grad(&grads).unwrap()), expected);
+        assert_eq!(values(&tensor.grad(&grads).expect("a gradient")), expected);
     }
 }
 

@@ -93,11 +93,12 @@ impl Case {
         k: (usize, usize),
         heads: Heads,
     ) -> Self {
-        let segments = Segments::new(segments, q, k).unwrap();
+        let segments = Segments::new(segments, q, k).expect("legal segments");
         let q_shape = [q.0, heads.num_heads, q.1, heads.head_dim];
         let k_shape = [k.0, heads.num_kv_heads, k.1, heads.head_dim];
         let v_shape = [k.0, heads.num_kv_heads, k.1, heads.v_head_dim];
-        let problem = AttentionProblem::new(q_shape, k_shape, v_shape, &segments).unwrap();
+        let problem =
+            AttentionProblem::new(q_shape, k_shape, v_shape, &segments).expect("shapes that fit");
         let mut rng = TestRng::deterministic_rng(proptest::test_runner::RngAlgorithm::ChaCha);
         let mut normal = |shape: [usize; 4], size: f64| -> Vec<f64> {
             let len = shape.iter().product();

@@ -26,17 +26,34 @@ impl AttentionCall {
         strategy: ExchangeStrategy,
         options: &AttentionOptions,
     ) -> Self {
-        assert_eq!(prepared.plan().world_size(), group.size(), "attention: ranks of the plan and of the group");
-        assert_eq!(prepared.rank(), group.rank(), "attention: the plan was prepared for another rank");
+        assert_eq!(
+            prepared.plan().world_size(),
+            group.size(),
+            "attention: ranks of the plan and of the group"
+        );
+        assert_eq!(
+            prepared.rank(),
+            group.rank(),
+            "attention: the plan was prepared for another rank"
+        );
         let mut kernel = burn_cp_kernels::AttentionOptions::new();
         kernel.scale = options.scale;
-        Self { prepared, group, strategy, kernel, tracked: false }
+        Self {
+            prepared,
+            group,
+            strategy,
+            kernel,
+            tracked: false,
+        }
     }
 
     /// The same call, recorded for a backward pass or not.
     #[must_use]
     pub fn tracked(&self, tracked: bool) -> Self {
-        Self { tracked, ..self.clone() }
+        Self {
+            tracked,
+            ..self.clone()
+        }
     }
 
     /// Whether any rank needs keys of another; the same answer on every rank.

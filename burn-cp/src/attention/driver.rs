@@ -5,11 +5,7 @@
 
 use std::ops::Range;
 
-use burn::tensor::{
-    Tensor, TensorMetadata, TensorPrimitive,
-    backend::Backend,
-    ops::FloatTensor,
-};
+use burn::tensor::{Tensor, TensorMetadata, TensorPrimitive, backend::Backend, ops::FloatTensor};
 use burn_cp_kernels::{AttentionBackwardInput, AttentionGradients};
 
 use super::{AttentionCall, InnerAttention};
@@ -60,9 +56,17 @@ pub fn attend_with_state<B: InnerAttention>(
     call: &AttentionCall,
 ) -> (FloatTensor<B>, AttentionState<B>) {
     check_shapes::<B>(&q, &k, &v, call);
-    let exchange = call.communicates().then(|| Call::forward(call.group(), "attention"));
+    let exchange = call
+        .communicates()
+        .then(|| Call::forward(call.group(), "attention"));
     let (k_all, v_all) = keys_and_values::<B>(&k, &v, call, exchange);
-    let output = B::attention_forward(q.clone(), k_all, v_all, call.prepared().segments(), call.kernel());
+    let output = B::attention_forward(
+        q.clone(),
+        k_all,
+        v_all,
+        call.prepared().segments(),
+        call.kernel(),
+    );
     let state = AttentionState {
         q,
         k,
@@ -83,7 +87,14 @@ pub fn attention_gradients<B: InnerAttention>(
     dout: FloatTensor<B>,
     call: &AttentionCall,
 ) -> AttentionGradients<FloatTensor<B>> {
-    let AttentionState { q, k, v, out, lse, exchange } = state;
+    let AttentionState {
+        q,
+        k,
+        v,
+        out,
+        lse,
+        exchange,
+    } = state;
     let again = exchange.map(|number| Call::adjoint(call.group(), "attention again", number));
     let (k_all, v_all) = keys_and_values::<B>(&k, &v, call, again);
     let input = AttentionBackwardInput::new(q, k_all, v_all, out, lse, dout);
@@ -114,17 +125,27 @@ fn keys_and_values<B: InnerAttention>(
     let buffer = match (exchange, call.strategy()) {
         (None, _) => take(&rows, &prepared.gathered_locally()),
         (Some(exchange), ExchangeStrategy::AllGather) => {
-            let op = Collective::AllGather { dim: 0, sizes: prepared.sizes().clone() };
+            let op = Collective::AllGather {
+                dim: 0,
+                sizes: prepared.sizes().clone(),
+            };
             let all = B::collective(rows, &op, call.group(), with_plan(exchange, call));
             take(&all, prepared.gathered())
         }
         (Some(exchange), ExchangeStrategy::NeededOnly) => {
-            let op = Collective::Exchange { dim: 0, plan: prepared.exchange().clone() };
+            let op = Collective::Exchange {
+                dim: 0,
+                plan: prepared.exchange().clone(),
+            };
             B::collective(rows, &op, call.group(), with_plan(exchange, call))
         }
     };
     // Layers and devices fail on empty tensors: an empty buffer is one row that no segment names.
-    let buffer = if buffer.shape()[0] == 0 { buffer.zeros_like(0, 1) } else { buffer };
+    let buffer = if buffer.shape()[0] == 0 {
+        buffer.zeros_like(0, 1)
+    } else {
+        buffer
+    };
     let num_tokens = buffer.shape()[0];
     let flat = |shape: Vec<usize>| vec![1, shape[1], num_tokens, shape[3]];
     let (k_shape, v_shape) = (flat(k.shape().to_vec()), flat(v.shape().to_vec()));
@@ -132,20 +153,38 @@ fn keys_and_values<B: InnerAttention>(
 }
 
 /// Brings the gradients of the buffer's rows back to the ranks that own them.
-fn send_back<B: InnerAttention>(rows: Tensor<B, 2>, call: &AttentionCall, adjoint: Option<Call>) -> Tensor<B, 2> {
+fn send_back<B: InnerAttention>(
+    rows: Tensor<B, 2>,
+    call: &AttentionCall,
+    adjoint: Option<Call>,
+) -> Tensor<B, 2> {
     let prepared = call.prepared();
     let len = prepared.exchange().output_len();
     let rows = Payload::Float(rows.into_primitive().tensor());
-    let rows = if len == 0 { rows.zeros_like(0, 0) } else { rows };
+    let rows = if len == 0 {
+        rows.zeros_like(0, 0)
+    } else {
+        rows
+    };
     into_rows(match (adjoint, call.strategy()) {
-        (None, _) => place(&rows, &prepared.gathered_locally(), prepared.sizes()[prepared.rank()]),
+        (None, _) => place(
+            &rows,
+            &prepared.gathered_locally(),
+            prepared.sizes()[prepared.rank()],
+        ),
         (Some(adjoint), ExchangeStrategy::AllGather) => {
             let all = place(&rows, prepared.gathered(), prepared.sizes().iter().sum());
-            let op = Collective::ReduceScatter { dim: 0, sizes: prepared.sizes().clone() };
+            let op = Collective::ReduceScatter {
+                dim: 0,
+                sizes: prepared.sizes().clone(),
+            };
             B::collective(all, &op, call.group(), with_plan(adjoint, call))
         }
         (Some(adjoint), ExchangeStrategy::NeededOnly) => {
-            let op = Collective::ExchangeReverse { dim: 0, plan: prepared.exchange().clone() };
+            let op = Collective::ExchangeReverse {
+                dim: 0,
+                plan: prepared.exchange().clone(),
+            };
             B::collective(rows, &op, call.group(), with_plan(adjoint, call))
         }
     })
@@ -153,7 +192,11 @@ fn send_back<B: InnerAttention>(rows: Tensor<B, 2>, call: &AttentionCall, adjoin
 
 fn with_plan(exchange: Call, call: &AttentionCall) -> Call {
     let tracked = call.is_tracked() && exchange.adjoint_of.is_none();
-    Call { plan: Some(call.prepared().short_hash()), tracked, ..exchange }
+    Call {
+        plan: Some(call.prepared().short_hash()),
+        tracked,
+        ..exchange
+    }
 }
 
 fn into_rows<B: Backend>(payload: Payload<B>) -> Tensor<B, 2> {
@@ -165,7 +208,11 @@ fn into_rows<B: Backend>(payload: Payload<B>) -> Tensor<B, 2> {
 
 /// The rows of `ranges`, in their order.
 fn take<B: Backend>(rows: &Payload<B>, ranges: &[Range<usize>]) -> Payload<B> {
-    Payload::concat(ranges.iter().map(|range| rows.rows(0, range)).collect(), 0, rows)
+    Payload::concat(
+        ranges.iter().map(|range| rows.rows(0, range)).collect(),
+        0,
+        rows,
+    )
 }
 
 /// The adjoint of [`take`]: rows go back to their ranges, all others are 0. No two ranges overlap.
@@ -203,10 +250,16 @@ fn pack<B: Backend>(k: &FloatTensor<B>, v: &FloatTensor<B>) -> Tensor<B, 2> {
 }
 
 /// The inverse of [`pack`], to tensors of the given shapes.
-fn unpack<B: Backend>(rows: Tensor<B, 2>, k_shape: &[usize], v_shape: &[usize]) -> (FloatTensor<B>, FloatTensor<B>) {
+fn unpack<B: Backend>(
+    rows: Tensor<B, 2>,
+    k_shape: &[usize],
+    v_shape: &[usize],
+) -> (FloatTensor<B>, FloatTensor<B>) {
     let (batch, heads, tokens) = (k_shape[0], k_shape[1], k_shape[2]);
     let (head_dim, v_head_dim) = (k_shape[3], v_shape[3]);
-    let both = rows.reshape([batch, tokens, heads, head_dim + v_head_dim]).swap_dims(1, 2);
+    let both = rows
+        .reshape([batch, tokens, heads, head_dim + v_head_dim])
+        .swap_dims(1, 2);
     let k = both.clone().narrow(3, 0, head_dim);
     let v = both.narrow(3, head_dim, v_head_dim);
     (k.into_primitive().tensor(), v.into_primitive().tensor())
@@ -220,7 +273,10 @@ fn check_shapes<B: CollectiveBackend>(
     call: &AttentionCall,
 ) {
     let plan = call.prepared().plan();
-    let (batch, tokens) = (plan.documents().batch_size(), plan.layout().local_len(call.group().rank()));
+    let (batch, tokens) = (
+        plan.documents().batch_size(),
+        plan.layout().local_len(call.group().rank()),
+    );
     let (q, k, v) = (q.shape().to_vec(), k.shape().to_vec(), v.shape().to_vec());
     for (name, shape) in [("q", &q), ("k", &k), ("v", &v)] {
         assert!(
@@ -228,8 +284,18 @@ fn check_shapes<B: CollectiveBackend>(
             "attention: {name} must be [batch {batch}, heads, local_tokens {tokens}, head_dim], got {shape:?}"
         );
     }
-    assert!(k[1] == v[1], "attention: k and v must have equally many heads, got {} and {}", k[1], v[1]);
-    assert!(q[3] == k[3], "attention: q and k must have one head_dim, got {} and {}", q[3], k[3]);
+    assert!(
+        k[1] == v[1],
+        "attention: k and v must have equally many heads, got {} and {}",
+        k[1],
+        v[1]
+    );
+    assert!(
+        q[3] == k[3],
+        "attention: q and k must have one head_dim, got {} and {}",
+        q[3],
+        k[3]
+    );
     assert!(
         k[1] > 0 && q[1] % k[1] == 0,
         "attention: num_heads must be a multiple of num_kv_heads, got {} and {}",

@@ -52,23 +52,37 @@ pub struct AttentionOptions {
 impl AttentionOptions {
     /// Each token sees itself and the earlier tokens of its document.
     pub fn causal() -> Self {
-        Self { mask: MaskKind::CAUSAL, scale: None }
+        Self {
+            mask: MaskKind::CAUSAL,
+            scale: None,
+        }
     }
 
     /// Each token sees its whole document.
     pub fn full() -> Self {
-        Self { mask: MaskKind::Full, scale: None }
+        Self {
+            mask: MaskKind::Full,
+            scale: None,
+        }
     }
 
     /// Causal with a window: each token sees itself and the `window` tokens before it.
     #[must_use]
     pub fn with_window(self, window: usize) -> Self {
-        Self { mask: MaskKind::Causal { window: Some(window) }, ..self }
+        Self {
+            mask: MaskKind::Causal {
+                window: Some(window),
+            },
+            ..self
+        }
     }
 
     /// Scores are multiplied by `scale`.
     #[must_use]
     pub fn with_scale(self, scale: f64) -> Self {
-        Self { scale: Some(scale), ..self }
+        Self {
+            scale: Some(scale),
+            ..self
+        }
     }
 }

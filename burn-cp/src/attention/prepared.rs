@@ -44,13 +44,18 @@ impl PreparedAttention {
         let batch = plan.documents().batch_size();
         let mine = plan.rank(rank);
         let q_shape = (batch, layout.local_len(rank));
-        let local_segments = mine.local_segments.as_ref().filter(|_| !plan.moves_tokens());
+        let local_segments = mine
+            .local_segments
+            .as_ref()
+            .filter(|_| !plan.moves_tokens());
         let segments = match local_segments {
             Some(segments) => kernel_segments(segments, q_shape, q_shape)?,
             // A buffer without any row is stood in for by one row that no segment names.
             None => kernel_segments(&mine.segments, q_shape, (1, mine.buffer_len.max(1)))?,
         };
-        let sizes: Vec<usize> = (0..plan.world_size()).map(|r| batch * layout.local_len(r)).collect();
+        let sizes: Vec<usize> = (0..plan.world_size())
+            .map(|r| batch * layout.local_len(r))
+            .collect();
         let flat = |source: usize, row: usize, local: &Range<usize>| {
             let start = row * layout.local_len(source);
             start + local.start..start + local.end
@@ -59,7 +64,10 @@ impl PreparedAttention {
             .ranks()
             .iter()
             .map(|rank| {
-                let piece = |p: &plan::KvPiece| Piece { source: p.source, range: flat(p.source, p.row, &p.local) };
+                let piece = |p: &plan::KvPiece| Piece {
+                    source: p.source,
+                    range: flat(p.source, p.row, &p.local),
+                };
                 rank.pieces.iter().map(piece).collect()
             })
             .collect();
@@ -72,7 +80,15 @@ impl PreparedAttention {
             .collect();
         let exchange = Arc::new(ExchangePlan::new(&sizes, &pieces, rank)?);
         let local = local_segments.is_some();
-        Ok(Self { plan, rank, local, segments, exchange, gathered, sizes: sizes.into() })
+        Ok(Self {
+            plan,
+            rank,
+            local,
+            segments,
+            exchange,
+            gathered,
+            sizes: sizes.into(),
+        })
     }
 
     /// The plan.
@@ -104,7 +120,11 @@ impl PreparedAttention {
 
     /// The buffer's rows among the rank's own, where no rank needs another's.
     pub(super) fn gathered_locally(&self) -> Vec<Range<usize>> {
-        self.exchange.pieces().iter().map(|piece| piece.range.clone()).collect()
+        self.exchange
+            .pieces()
+            .iter()
+            .map(|piece| piece.range.clone())
+            .collect()
     }
 
     /// `batch · local_tokens` of each rank.
@@ -115,7 +135,9 @@ impl PreparedAttention {
     /// The first bytes of the plan's hash.
     pub(super) fn short_hash(&self) -> u64 {
         let hash = self.plan.hash();
-        hash[..8].iter().fold(0, |value, &byte| value << 8 | u64::from(byte))
+        hash[..8]
+            .iter()
+            .fold(0, |value, &byte| value << 8 | u64::from(byte))
     }
 }
 

@@ -1,13 +1,11 @@
 //! Gradients for collectives and attention, over any backend that has them.
 //!
-//! Burn runs backward steps by depth of the graph, deepest first. Ranks whose graphs differ in depth could swap two independent
-//! adjoints, so each operation here is made deeper than the previous one of its [`ProgramOrder`]: a node of the previous one's
-//! depth is named beside the inputs, one that asks for no gradient. Such a node counts for the depth and is no parent, so that
-//! the operations share no graph: a loss runs the adjoints of the operations that it depends on, and each loss may have
-//! a backward pass of its own. All operations are declared compute-bound, so that gradient checkpointing never runs a
-//! collective again.
+//! Burn runs backward steps by depth of the graph. Ranks whose graphs differ in depth could swap two independent adjoints,
+//! so each operation here takes the previous one of its [`ProgramOrder`] as a further parent, to which it contributes a
+//! gradient of zero: an ancestor's step runs after its descendants' on every rank. All operations are declared compute-bound,
+//! so that gradient checkpointing never runs a collective again.
 
-use std::{any::Any, sync::Arc};
+use std::any::Any;
 
 use burn::{
     backend::{
@@ -18,7 +16,7 @@ use burn::{
             ops::{Backward, Ops, OpsKind},
         },
     },
-    tensor::{Shape, backend::Backend, ops::FloatTensor},
+    tensor::{DType, Shape, TensorMetadata, backend::Backend, ops::FloatTensor},
 };
 
 use crate::{
@@ -30,17 +28,45 @@ use crate::{
     comm::{ProcessGroup, ProgramOrder},
 };
 
-/// What a [`ProgramOrder`] holds for an autodiff backend: how deep its latest operation lies.
-#[derive(Default)]
-struct Latest {
-    /// Starts over when a backward pass has begun, so that depths do not grow from step to step.
+/// What a [`ProgramOrder`] holds for an autodiff backend: the latest operation's output, as a parent for the next one.
+struct Latest<B: Backend, C: CheckpointStrategy> {
+    /// Starts over when a backward pass has consumed the chain.
     generation: u64,
-    depth: Option<usize>,
+    link: Option<Link<B, C>>,
 }
 
-fn latest(slot: &mut Option<Box<dyn Any + Send>>) -> &mut Latest {
-    if slot.as_ref().is_none_or(|latest| !latest.is::<Latest>()) {
-        *slot = Some(Box::<Latest>::default());
+struct Link<B: Backend, C: CheckpointStrategy> {
+    /// The output, with a placeholder for its values. It keeps the graph alive until the next operation or the end of the
+    /// order: whether there is a predecessor must not depend on what a rank still holds of it.
+    tensor: FloatTensor<Autodiff<B, C>>,
+    like: Like,
+}
+
+/// Shape and dtype of a gradient of zeros.
+#[derive(Debug, Clone)]
+struct Like {
+    shape: Shape,
+    dtype: DType,
+}
+
+impl Like {
+    fn zeros<B: Backend>(&self, device: &B::Device) -> FloatTensor<B> {
+        B::float_zeros(self.shape.clone(), device, self.dtype.into())
+    }
+}
+
+fn latest<B: Backend, C: CheckpointStrategy>(
+    slot: &mut Option<Box<dyn Any + Send>>,
+) -> &mut Latest<B, C> {
+    // Another backend type in the same order starts a chain of its own.
+    if slot
+        .as_ref()
+        .is_none_or(|latest| !latest.is::<Latest<B, C>>())
+    {
+        *slot = Some(Box::new(Latest::<B, C> {
+            generation: 0,
+            link: None,
+        }));
     }
     slot.as_mut()
         .and_then(|latest| latest.downcast_mut())
@@ -52,51 +78,53 @@ fn latest(slot: &mut Option<Box<dyn Any + Send>>) -> &mut Latest {
 struct Place {
     order: ProgramOrder,
     generation: u64,
+    previous: Option<Like>,
 }
 
-/// A stand-in for the previous operation, and the place of the new one. A group of one has no order.
+/// The previous operation's node, if no backward pass has consumed it, and this operation's place. A group of one has no order.
 fn enter<B: Backend, C: CheckpointStrategy>(
     group: &ProcessGroup,
-    device: &B::Device,
-) -> (FloatTensor<Autodiff<B, C>>, Place) {
+) -> (Option<FloatTensor<Autodiff<B, C>>>, Place) {
     let order = group.order();
-    let (depth, generation) = order.with(|slot| {
-        let latest = latest(slot);
-        (latest.depth.filter(|_| group.size() > 1), latest.generation)
-    });
-    let placeholder = B::float_zeros(Shape::new([1]), device, burn::tensor::FloatDType::F32);
-    let mut stand_in =
-        <Autodiff<B, C> as burn::tensor::backend::AutodiffBackend>::from_inner(placeholder);
-    let node = Arc::get_mut(&mut stand_in.node).expect("a new tensor's node has one owner");
-    node.order = depth.unwrap_or_default();
-    (
-        stand_in,
-        Place {
+    order.with(|slot| {
+        let latest = latest::<B, C>(slot);
+        let link = latest.link.as_ref().filter(|_| group.size() > 1);
+        let place = Place {
             order: order.clone(),
-            generation,
-        },
-    )
+            generation: latest.generation,
+            previous: link.map(|link| link.like.clone()),
+        };
+        (link.map(|link| link.tensor.clone()), place)
+    })
 }
 
 fn leave<B: Backend, C: CheckpointStrategy>(
     group: &ProcessGroup,
     output: &FloatTensor<Autodiff<B, C>>,
 ) {
-    if group.size() > 1 {
-        group
-            .order()
-            .with(|slot| latest(slot).depth = Some(output.node.order));
+    if group.size() == 1 {
+        return;
     }
+    let mut tensor = output.clone();
+    let like = Like {
+        shape: output.shape(),
+        dtype: output.dtype(),
+    };
+    let device = B::float_device(&tensor.primitive);
+    tensor.primitive = B::float_zeros(Shape::new([1]), &device, tensor.primitive.dtype().into());
+    group
+        .order()
+        .with(|slot| latest::<B, C>(slot).link = Some(Link { tensor, like }));
 }
 
 impl Place {
     /// A backward pass walks this chain: what comes next starts a new one.
-    fn consume(&self) {
+    fn consume<B: Backend, C: CheckpointStrategy>(&self) {
         self.order.with(|slot| {
-            let latest = latest(slot);
+            let latest = latest::<B, C>(slot);
             if latest.generation == self.generation {
                 latest.generation += 1;
-                latest.depth = None;
+                latest.link = None;
             }
         });
     }
@@ -130,17 +158,21 @@ impl<B: CollectiveBackend, C: CheckpointStrategy> Backward<B, 2> for CollectiveS
             call,
             place,
         } = ops.state;
-        place.consume();
+        place.consume::<B, C>();
         let grad = grads.consume::<B>(&ops.node);
+        let device = B::float_device(&grad);
         let adjoint = Call::adjoint(&group, call.label, call.number);
         let Payload::Float(grad) =
             B::collective(Payload::Float(grad), &op.adjoint(), &group, adjoint)
         else {
             unreachable!("a collective returns the kind that it was given");
         };
-        let [input, _previous] = ops.parents;
+        let [input, previous] = ops.parents;
         if let Some(node) = input {
             grads.register::<B>(node.id, grad);
+        }
+        if let (Some(node), Some(like)) = (previous, place.previous) {
+            grads.register::<B>(node.id, like.zeros::<B>(&device));
         }
     }
 }
@@ -190,7 +222,9 @@ fn collective_with_gradient<B: CollectiveBackend, C: CheckpointStrategy>(
     if !call.tracked {
         return <Autodiff<B, C> as burn::tensor::backend::AutodiffBackend>::from_inner(output);
     }
-    let (previous, place) = enter::<B, C>(group, &B::float_device(&tensor.primitive));
+    let (previous, place) = enter::<B, C>(group);
+    // An operation without a predecessor names its input twice: the second parent then receives nothing.
+    let previous = previous.unwrap_or_else(|| tensor.clone());
     let step = CollectiveStep::<C> {
         strategy: std::marker::PhantomData,
     };
@@ -236,15 +270,19 @@ impl<B: InnerAttention, C: CheckpointStrategy> Backward<B, 4> for AttentionStep<
         _checkpointer: &mut Checkpointer,
     ) {
         let AttentionStepState { saved, call, place } = ops.state;
-        place.consume();
+        place.consume::<B, C>();
         let dout = grads.consume::<B>(&ops.node);
+        let device = B::float_device(&dout);
         // Runs on every rank, also where a parent is not tracked: the others wait for its part.
         let gradients = attention_gradients::<B>(saved, dout, &call);
-        let [q, k, v, _previous] = ops.parents;
+        let [q, k, v, previous] = ops.parents;
         for (node, grad) in [(q, gradients.dq), (k, gradients.dk), (v, gradients.dv)] {
             if let Some(node) = node {
                 grads.register::<B>(node.id, grad);
             }
+        }
+        if let (Some(node), Some(like)) = (previous, place.previous) {
+            grads.register::<B>(node.id, like.zeros::<B>(&device));
         }
     }
 }
@@ -274,7 +312,8 @@ impl<B: InnerAttention, C: CheckpointStrategy> ContextParallelBackend for Autodi
         } else {
             &solo
         };
-        let (previous, place) = enter::<B, C>(group, &B::float_device(&q.primitive));
+        let (previous, place) = enter::<B, C>(group);
+        let previous = previous.unwrap_or_else(|| q.clone());
         let step = AttentionStep::<C> {
             strategy: std::marker::PhantomData,
         };

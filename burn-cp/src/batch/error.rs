@@ -33,7 +33,9 @@ pub enum BatchError {
         got: String,
     },
     /// A label is neither a class nor the ignored value.
-    #[error("label {label} at row {row}, token {token} is outside the vocabulary: expected 0..{vocab_size}, or -100 for ignored")]
+    #[error(
+        "label {label} at row {row}, token {token} is outside the vocabulary: expected 0..{vocab_size}, or -100 for ignored"
+    )]
     Label {
         /// Row of the batch.
         row: usize,
@@ -65,7 +67,9 @@ pub enum BatchError {
         got: usize,
     },
     /// A grid is empty or does not divide into merge blocks.
-    #[error("{what}: grid {grid:?} must be at least 1 everywhere, with height and width divisible by {merge}")]
+    #[error(
+        "{what}: grid {grid:?} must be at least 1 everywhere, with height and width divisible by {merge}"
+    )]
     Grid {
         /// Name of the media.
         what: String,

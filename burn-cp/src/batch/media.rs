@@ -41,12 +41,21 @@ impl<B: Backend> Media<B> {
         for &grid in &self.grids {
             let [t, h, w] = grid;
             if merge == 0 || t * h * w == 0 || h % merge != 0 || w % merge != 0 {
-                return Err(BatchError::Grid { what: self.name.clone(), grid, merge });
+                return Err(BatchError::Grid {
+                    what: self.name.clone(),
+                    grid,
+                    merge,
+                });
             }
         }
         let (expected, got) = (num_patch_rows(&self.grids), self.pixels.dims()[0]);
         if expected != got {
-            return Err(BatchError::PixelRows { what: self.name.clone(), grids: self.grids.clone(), expected, got });
+            return Err(BatchError::PixelRows {
+                what: self.name.clone(),
+                grids: self.grids.clone(),
+                expected,
+                got,
+            });
         }
         Ok(())
     }

@@ -13,8 +13,8 @@ use burn::tensor::{Tensor, TensorData, backend::Backend};
 
 pub use error::BatchError;
 pub use media::{Media, num_frames, num_merged_tokens, num_patch_rows};
-pub use stream::{PadRule, Stream, StreamDeclaration};
 pub(crate) use stream::{HostInts, host_bools, shard_payload};
+pub use stream::{PadRule, Stream, StreamDeclaration};
 
 use crate::layout::Documents;
 
@@ -127,7 +127,11 @@ impl<B: Backend> SequenceBatch<B> {
         match shape[..] {
             [batch, seq] if batch > 0 && seq > 0 => Ok([batch, seq]),
             [_, _] => Err(BatchError::Empty { shape }),
-            _ => Err(BatchError::Shape { what: "ids".into(), expected: "[batch, seq]".into(), got: shape }),
+            _ => Err(BatchError::Shape {
+                what: "ids".into(),
+                expected: "[batch, seq]".into(),
+                got: shape,
+            }),
         }
     }
 }

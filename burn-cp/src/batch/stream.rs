@@ -16,7 +16,9 @@ pub struct Stream<B: Backend>(pub(crate) Payload<B>);
 
 impl<B: Backend> Stream<B> {
     /// A stream of any kind of element and any number of dims.
-    pub fn new<const D: usize, K: crate::collectives::CollectiveElement<B>>(tensor: Tensor<B, D, K>) -> Self {
+    pub fn new<const D: usize, K: crate::collectives::CollectiveElement<B>>(
+        tensor: Tensor<B, D, K>,
+    ) -> Self {
         Self(K::into_payload(tensor))
     }
 }
@@ -52,9 +54,16 @@ impl HostInts {
     pub(crate) fn new(what: &str, data: &TensorData) -> Result<Self, BatchError> {
         if !(data.dtype.is_int() || data.dtype.is_uint()) {
             let got = format!("{:?}", data.dtype);
-            return Err(BatchError::Dtype { what: what.to_owned(), expected: "integer", got });
+            return Err(BatchError::Dtype {
+                what: what.to_owned(),
+                expected: "integer",
+                got,
+            });
         }
-        Ok(Self { values: data.iter::<i64>().collect(), shape: data.shape.to_vec() })
+        Ok(Self {
+            values: data.iter::<i64>().collect(),
+            shape: data.shape.to_vec(),
+        })
     }
 
     /// Rows along the last dim, each extended to `padded_len` by `pad(last value, how far behind the end)`.
@@ -96,7 +105,11 @@ impl HostInts {
 }
 
 /// Bools on the host, from bool or integer data, of shape `[batch, seq]`.
-pub(crate) fn host_bools(what: &str, data: &TensorData, size: [usize; 2]) -> Result<Vec<bool>, BatchError> {
+pub(crate) fn host_bools(
+    what: &str,
+    data: &TensorData,
+    size: [usize; 2],
+) -> Result<Vec<bool>, BatchError> {
     if data.shape.to_vec() != size {
         return Err(BatchError::Shape {
             what: what.to_owned(),
@@ -106,10 +119,14 @@ pub(crate) fn host_bools(what: &str, data: &TensorData, size: [usize; 2]) -> Res
     }
     match data.dtype {
         DType::Bool(_) => Ok(data.iter::<bool>().collect()),
-        dtype if dtype.is_int() || dtype.is_uint() => Ok(data.iter::<i64>().map(|value| value != 0).collect()),
-        other => {
-            Err(BatchError::Dtype { what: what.to_owned(), expected: "bool or integer", got: format!("{other:?}") })
+        dtype if dtype.is_int() || dtype.is_uint() => {
+            Ok(data.iter::<i64>().map(|value| value != 0).collect())
         }
+        other => Err(BatchError::Dtype {
+            what: what.to_owned(),
+            expected: "bool or integer",
+            got: format!("{other:?}"),
+        }),
     }
 }
 
@@ -171,7 +188,12 @@ fn filled<B: Backend>(like: &Payload<B>, dim: usize, len: usize, fill: f64) -> P
             // Pad values of integer streams are small integers, exact in f64.
             #[allow(clippy::cast_possible_truncation)]
             let fill = Scalar::Int(fill as i64);
-            Payload::Int(B::int_full(shape, fill, &B::int_device(tensor), like.dtype().into()))
+            Payload::Int(B::int_full(
+                shape,
+                fill,
+                &B::int_device(tensor),
+                like.dtype().into(),
+            ))
         }
         Payload::Bool(tensor) => {
             let device = B::bool_device(tensor);

@@ -13,7 +13,12 @@ pub trait CollectiveBackend: Backend {
     /// Runs a collective. Every rank of `group` must call it with the same `op`, up to what may differ between ranks.
     ///
     /// On an autodiff backend a tracked float payload is differentiable, and chained in the group's program order.
-    fn collective(payload: Payload<Self>, op: &Collective, group: &ProcessGroup, call: Call) -> Payload<Self> {
+    fn collective(
+        payload: Payload<Self>,
+        op: &Collective,
+        group: &ProcessGroup,
+        call: Call,
+    ) -> Payload<Self> {
         run_on_threads(payload, op, group, call)
     }
 

@@ -37,7 +37,9 @@ pub enum ExchangeError {
         got: usize,
     },
     /// A piece reaches past its source's input, or its source is not a rank.
-    #[error("exchange plan: rank {rank} takes rows {start}..{end} of rank {source_rank}, which has {len:?}")]
+    #[error(
+        "exchange plan: rank {rank} takes rows {start}..{end} of rank {source_rank}, which has {len:?}"
+    )]
     Piece {
         /// Rank that takes the rows.
         rank: usize,
@@ -71,16 +73,25 @@ impl ExchangePlan {
     ///
     /// # Errors
     /// Not one list per rank, or a piece that its source does not have.
-    pub fn new(input_lens: &[usize], pieces: &[Vec<Piece>], rank: usize) -> Result<Self, ExchangeError> {
+    pub fn new(
+        input_lens: &[usize],
+        pieces: &[Vec<Piece>],
+        rank: usize,
+    ) -> Result<Self, ExchangeError> {
         if input_lens.len() != pieces.len() || rank >= pieces.len() {
-            return Err(ExchangeError::Ranks { expected: input_lens.len(), got: pieces.len() });
+            return Err(ExchangeError::Ranks {
+                expected: input_lens.len(),
+                got: pieces.len(),
+            });
         }
         let mut sends = Vec::new();
         for (destination, list) in pieces.iter().enumerate() {
             let mut at = 0;
             for piece in list {
                 let len = input_lens.get(piece.source).copied();
-                if piece.range.start > piece.range.end || len.is_none_or(|len| piece.range.end > len) {
+                if piece.range.start > piece.range.end
+                    || len.is_none_or(|len| piece.range.end > len)
+                {
                     return Err(ExchangeError::Piece {
                         rank: destination,
                         source_rank: piece.source,
@@ -90,12 +101,20 @@ impl ExchangePlan {
                     });
                 }
                 if piece.source == rank && !piece.range.is_empty() {
-                    sends.push(SentRange { destination, range: piece.range.clone(), at });
+                    sends.push(SentRange {
+                        destination,
+                        range: piece.range.clone(),
+                        at,
+                    });
                 }
                 at += piece.range.len();
             }
         }
-        let mine: Vec<Piece> = pieces[rank].iter().filter(|piece| !piece.range.is_empty()).cloned().collect();
+        let mine: Vec<Piece> = pieces[rank]
+            .iter()
+            .filter(|piece| !piece.range.is_empty())
+            .cloned()
+            .collect();
         let output_len = mine.iter().map(|piece| piece.range.len()).sum();
         // Compared within one run of one program, where this hash is stable.
         let mut hasher = std::hash::DefaultHasher::new();
@@ -112,14 +131,19 @@ impl ExchangePlan {
 
     /// The plan of an all-to-all in which rank `s` sends `matrix[s][d]` consecutive rows to each rank `d`, in rank order.
     pub(crate) fn all_to_all_v(matrix: &[Vec<usize>], rank: usize) -> Self {
-        let start = |source: usize, destination: usize| matrix[source][..destination].iter().sum::<usize>();
+        let start =
+            |source: usize, destination: usize| matrix[source][..destination].iter().sum::<usize>();
         let piece = |source: usize, destination: usize| {
             let start = start(source, destination);
-            Piece { source, range: start..start + matrix[source][destination] }
+            Piece {
+                source,
+                range: start..start + matrix[source][destination],
+            }
         };
         let world_size = matrix.len();
-        let pieces: Vec<Vec<Piece>> =
-            (0..world_size).map(|d| (0..world_size).map(|s| piece(s, d)).collect()).collect();
+        let pieces: Vec<Vec<Piece>> = (0..world_size)
+            .map(|d| (0..world_size).map(|s| piece(s, d)).collect())
+            .collect();
         let lens: Vec<usize> = matrix.iter().map(|row| row.iter().sum()).collect();
         // Built from the matrix itself, so every piece lies within its source.
         Self::new(&lens, &pieces, rank).expect("an all-to-all's pieces lie within their sources")
@@ -163,32 +187,103 @@ mod tests {
     #[test]
     fn each_rank_sees_its_side_of_the_exchange() {
         let pieces = vec![
-            vec![Piece { source: 0, range: 0..2 }],
-            vec![Piece { source: 0, range: 1..2 }, Piece { source: 1, range: 0..3 }],
+            vec![Piece {
+                source: 0,
+                range: 0..2,
+            }],
+            vec![
+                Piece {
+                    source: 0,
+                    range: 1..2,
+                },
+                Piece {
+                    source: 1,
+                    range: 0..3,
+                },
+            ],
         ];
         let rank0 = ExchangePlan::new(&[2, 3], &pieces, 0).unwrap();
         assert_eq!(rank0.sends().len(), 2);
-        assert_eq!(rank0.sends()[1], SentRange { destination: 1, range: 1..2, at: 0 });
+        assert_eq!(
+            rank0.sends()[1],
+            SentRange {
+                destination: 1,
+                range: 1..2,
+                at: 0
+            }
+        );
         let rank1 = ExchangePlan::new(&[2, 3], &pieces, 1).unwrap();
         assert_eq!((rank1.input_len(), rank1.output_len()), (3, 4));
-        assert_eq!(rank1.sends(), [SentRange { destination: 1, range: 0..3, at: 1 }]);
+        assert_eq!(
+            rank1.sends(),
+            [SentRange {
+                destination: 1,
+                range: 0..3,
+                at: 1
+            }]
+        );
     }
 
     #[test]
     fn a_piece_past_its_source_is_refused() {
-        let pieces = vec![vec![Piece { source: 1, range: 2..4 }], vec![]];
+        let pieces = vec![
+            vec![Piece {
+                source: 1,
+                range: 2..4,
+            }],
+            vec![],
+        ];
         let error = ExchangePlan::new(&[2, 3], &pieces, 0).unwrap_err();
-        assert_eq!(error, ExchangeError::Piece { rank: 0, source_rank: 1, start: 2, end: 4, len: Some(3) });
-        assert!(ExchangePlan::new(&[2, 3], &[vec![], vec![Piece { source: 5, range: 0..1 }]], 0).is_err());
+        assert_eq!(
+            error,
+            ExchangeError::Piece {
+                rank: 0,
+                source_rank: 1,
+                start: 2,
+                end: 4,
+                len: Some(3)
+            }
+        );
+        assert!(
+            ExchangePlan::new(
+                &[2, 3],
+                &[
+                    vec![],
+                    vec![Piece {
+                        source: 5,
+                        range: 0..1
+                    }]
+                ],
+                0
+            )
+            .is_err()
+        );
     }
 
     #[test]
     fn ranks_of_one_exchange_have_one_fingerprint() {
-        let pieces = vec![vec![Piece { source: 1, range: 0..2 }], vec![Piece { source: 0, range: 0..2 }]];
-        let of = |pieces: &[Vec<Piece>], rank| ExchangePlan::new(&[2, 3], pieces, rank).unwrap().fingerprint();
+        let pieces = vec![
+            vec![Piece {
+                source: 1,
+                range: 0..2,
+            }],
+            vec![Piece {
+                source: 0,
+                range: 0..2,
+            }],
+        ];
+        let of = |pieces: &[Vec<Piece>], rank| {
+            ExchangePlan::new(&[2, 3], pieces, rank)
+                .unwrap()
+                .fingerprint()
+        };
         assert_eq!(of(&pieces, 0), of(&pieces, 1));
         let mut others = pieces.clone();
         others[1][0].range = 0..1;
-        assert_ne!(of(&pieces, 0), of(&others, 0), "also for a rank whose own view is the same");
+        assert_ne!(
+            of(&pieces, 0),
+            of(&others, 0),
+            "also for a rank whose own view is the same"
+        );
     }
 }

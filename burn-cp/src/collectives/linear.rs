@@ -80,7 +80,11 @@ impl Collective {
     }
 
     /// What all ranks must agree on before this collective moves anything.
-    pub(crate) fn signature<B: burn::tensor::backend::Backend>(&self, payload: &Payload<B>, call: &Call) -> Signature {
+    pub(crate) fn signature<B: burn::tensor::backend::Backend>(
+        &self,
+        payload: &Payload<B>,
+        call: &Call,
+    ) -> Signature {
         let shape: Shape = payload.shape();
         let mut sizes: Vec<Option<usize>> = shape.iter().map(|&size| Some(size)).collect();
         let mut arguments = match self {
@@ -129,11 +133,20 @@ pub struct Call {
 impl Call {
     /// The next operation of a group.
     pub fn forward(group: &ProcessGroup, label: &'static str) -> Self {
-        Self { number: group.next_number(), label, adjoint_of: None, tracked: false, plan: None }
+        Self {
+            number: group.next_number(),
+            label,
+            adjoint_of: None,
+            tracked: false,
+            plan: None,
+        }
     }
 
     /// The next operation of a group, as the adjoint of an earlier one.
     pub fn adjoint(group: &ProcessGroup, label: &'static str, of: u64) -> Self {
-        Self { adjoint_of: Some(of), ..Self::forward(group, label) }
+        Self {
+            adjoint_of: Some(of),
+            ..Self::forward(group, label)
+        }
     }
 }

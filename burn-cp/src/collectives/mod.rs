@@ -53,7 +53,12 @@ where
     B: CollectiveBackend,
     K: CollectiveElement<B>,
 {
-    let payload = B::collective(K::into_payload(tensor), op, group, Call::forward(group, label));
+    let payload = B::collective(
+        K::into_payload(tensor),
+        op,
+        group,
+        Call::forward(group, label),
+    );
     K::from_payload(payload)
 }
 
@@ -67,7 +72,9 @@ fn sizes_of<const D: usize>(shape: &Shape, dim: usize, group: &ProcessGroup) -> 
     if group.size() == 1 {
         return vec![shape[dim]];
     }
-    group.host_all_gather("all_gather sizes", shape[dim]).unwrap_or_else(|error| error.raise())
+    group
+        .host_all_gather("all_gather sizes", shape[dim])
+        .unwrap_or_else(|error| error.raise())
 }
 
 /// Concatenates every rank's tensor along `dim`, in rank order; ranks may differ in the size of `dim`.
@@ -75,7 +82,11 @@ fn sizes_of<const D: usize>(shape: &Shape, dim: usize, group: &ProcessGroup) -> 
 /// `[.., n_r, ..]` -> `[.., Σ n_r, ..]`. Every rank must call it. Adjoint: [`reduce_scatter`] with the same sizes, so a
 /// loss that every rank computes from the result in full has its gradient multiplied by the number of ranks.
 /// The sizes travel on the host first; use [`all_gather_sized`] where they are known.
-pub fn all_gather<B, const D: usize, K>(tensor: Tensor<B, D, K>, dim: usize, group: &ProcessGroup) -> Tensor<B, D, K>
+pub fn all_gather<B, const D: usize, K>(
+    tensor: Tensor<B, D, K>,
+    dim: usize,
+    group: &ProcessGroup,
+) -> Tensor<B, D, K>
 where
     B: CollectiveBackend,
     K: CollectiveElement<B>,
@@ -99,9 +110,25 @@ where
     K: CollectiveElement<B>,
 {
     check_dim::<D>("all_gather", dim);
-    assert_eq!(sizes.len(), group.size(), "all_gather: one size per rank expected");
-    assert_eq!(sizes[group.rank()], tensor.shape()[dim], "all_gather: this rank's size of dim {dim}");
-    run(tensor, &Collective::AllGather { dim, sizes: sizes.into() }, group, "all_gather")
+    assert_eq!(
+        sizes.len(),
+        group.size(),
+        "all_gather: one size per rank expected"
+    );
+    assert_eq!(
+        sizes[group.rank()],
+        tensor.shape()[dim],
+        "all_gather: this rank's size of dim {dim}"
+    );
+    run(
+        tensor,
+        &Collective::AllGather {
+            dim,
+            sizes: sizes.into(),
+        },
+        group,
+        "all_gather",
+    )
 }
 
 /// Sums every rank's tensor and leaves each rank its part of `dim`: `sizes[r]` rows for rank `r`, in rank order.
@@ -121,13 +148,32 @@ where
     K: CollectiveElement<B> + Numeric<B>,
 {
     check_dim::<D>("reduce_scatter", dim);
-    assert_eq!(sizes.len(), group.size(), "reduce_scatter: one size per rank expected");
-    assert_eq!(sizes.iter().sum::<usize>(), tensor.shape()[dim], "reduce_scatter: sizes must add up to dim {dim}");
-    run(tensor, &Collective::ReduceScatter { dim, sizes: sizes.into() }, group, "reduce_scatter")
+    assert_eq!(
+        sizes.len(),
+        group.size(),
+        "reduce_scatter: one size per rank expected"
+    );
+    assert_eq!(
+        sizes.iter().sum::<usize>(),
+        tensor.shape()[dim],
+        "reduce_scatter: sizes must add up to dim {dim}"
+    );
+    run(
+        tensor,
+        &Collective::ReduceScatter {
+            dim,
+            sizes: sizes.into(),
+        },
+        group,
+        "reduce_scatter",
+    )
 }
 
 /// Sums every rank's tensor, of one shape. Every rank must call it. Adjoint: itself.
-pub fn all_reduce<B, const D: usize, K>(tensor: Tensor<B, D, K>, group: &ProcessGroup) -> Tensor<B, D, K>
+pub fn all_reduce<B, const D: usize, K>(
+    tensor: Tensor<B, D, K>,
+    group: &ProcessGroup,
+) -> Tensor<B, D, K>
 where
     B: CollectiveBackend,
     K: CollectiveElement<B> + Numeric<B>,
@@ -141,12 +187,20 @@ where
 ///
 /// # Panics
 /// `root` is not a rank of the group.
-pub fn broadcast<B, const D: usize, K>(tensor: Tensor<B, D, K>, root: usize, group: &ProcessGroup) -> Tensor<B, D, K>
+pub fn broadcast<B, const D: usize, K>(
+    tensor: Tensor<B, D, K>,
+    root: usize,
+    group: &ProcessGroup,
+) -> Tensor<B, D, K>
 where
     B: CollectiveBackend,
     K: CollectiveElement<B>,
 {
-    assert!(root < group.size(), "broadcast: root must be below {}, got {root}", group.size());
+    assert!(
+        root < group.size(),
+        "broadcast: root must be below {}, got {root}",
+        group.size()
+    );
     run(tensor, &Collective::Broadcast { root }, group, "broadcast")
 }
 
@@ -168,13 +222,29 @@ where
     K: CollectiveElement<B>,
 {
     check_dim::<D>("all_to_all_v", dim);
-    assert_eq!(send_sizes.len(), group.size(), "all_to_all_v: one size per rank expected");
-    assert_eq!(send_sizes.iter().sum::<usize>(), tensor.shape()[dim], "all_to_all_v: sizes must add up to dim {dim}");
+    assert_eq!(
+        send_sizes.len(),
+        group.size(),
+        "all_to_all_v: one size per rank expected"
+    );
+    assert_eq!(
+        send_sizes.iter().sum::<usize>(),
+        tensor.shape()[dim],
+        "all_to_all_v: sizes must add up to dim {dim}"
+    );
     let matrix = group
         .host_all_gather("all_to_all_v sizes", send_sizes.to_vec())
         .unwrap_or_else(|error| error.raise());
     let plan = ExchangePlan::all_to_all_v(&matrix, group.rank());
-    run(tensor, &Collective::Exchange { dim, plan: plan.into() }, group, "all_to_all_v")
+    run(
+        tensor,
+        &Collective::Exchange {
+            dim,
+            plan: plan.into(),
+        },
+        group,
+        "all_to_all_v",
+    )
 }
 
 /// Moves planned ranges of `dim` between pairs of ranks: the result is the concatenation of the plan's pieces.
@@ -196,9 +266,25 @@ where
     K: CollectiveElement<B>,
 {
     check_dim::<D>("exchange", dim);
-    assert_eq!(plan.world_size(), group.size(), "exchange: the plan's number of ranks");
-    assert_eq!(plan.input_len(), tensor.shape()[dim], "exchange: the plan's input length of dim {dim}");
-    run(tensor, &Collective::Exchange { dim, plan: plan.clone() }, group, "exchange")
+    assert_eq!(
+        plan.world_size(),
+        group.size(),
+        "exchange: the plan's number of ranks"
+    );
+    assert_eq!(
+        plan.input_len(),
+        tensor.shape()[dim],
+        "exchange: the plan's input length of dim {dim}"
+    );
+    run(
+        tensor,
+        &Collective::Exchange {
+            dim,
+            plan: plan.clone(),
+        },
+        group,
+        "exchange",
+    )
 }
 
 /// Waits until every rank of the group has arrived. Every rank must call it.

@@ -3,7 +3,8 @@
 use std::ops::Range;
 
 use burn::tensor::{
-    BasicOps, Bool, DType, Float, FloatDType, Int, Shape, Slice, Tensor, TensorMetadata, TensorPrimitive,
+    BasicOps, Bool, DType, Float, FloatDType, Int, Shape, Slice, Tensor, TensorMetadata,
+    TensorPrimitive,
     backend::Backend,
     ops::{BoolTensor, FloatTensor, IntTensor},
 };
@@ -69,7 +70,15 @@ impl<B: Backend> CollectiveElement<B> for Bool {
 }
 
 fn slices(shape: &Shape, dim: usize, range: &Range<usize>) -> Vec<Slice> {
-    (0..shape.num_dims()).map(|d| if d == dim { Slice::from(range.clone()) } else { Slice::from(0..shape[d]) }).collect()
+    (0..shape.num_dims())
+        .map(|d| {
+            if d == dim {
+                Slice::from(range.clone())
+            } else {
+                Slice::from(0..shape[d])
+            }
+        })
+        .collect()
 }
 
 impl<B: Backend> Payload<B> {
@@ -109,9 +118,15 @@ impl<B: Backend> Payload<B> {
     pub(crate) fn with_rows(self, dim: usize, range: &Range<usize>, rows: Self) -> Self {
         let slices = slices(&self.shape(), dim, range);
         match (self, rows) {
-            (Self::Float(tensor), Self::Float(rows)) => Self::Float(B::float_slice_assign(tensor, &slices, rows)),
-            (Self::Int(tensor), Self::Int(rows)) => Self::Int(B::int_slice_assign(tensor, &slices, rows)),
-            (Self::Bool(tensor), Self::Bool(rows)) => Self::Bool(B::bool_slice_assign(tensor, &slices, rows)),
+            (Self::Float(tensor), Self::Float(rows)) => {
+                Self::Float(B::float_slice_assign(tensor, &slices, rows))
+            }
+            (Self::Int(tensor), Self::Int(rows)) => {
+                Self::Int(B::int_slice_assign(tensor, &slices, rows))
+            }
+            (Self::Bool(tensor), Self::Bool(rows)) => {
+                Self::Bool(B::bool_slice_assign(tensor, &slices, rows))
+            }
             _ => unreachable!("{KIND}"),
         }
     }
@@ -121,17 +136,30 @@ impl<B: Backend> Payload<B> {
         let mut shape = self.shape();
         shape[dim] = len;
         match self {
-            Self::Float(tensor) => {
-                Self::Float(B::float_zeros(shape, &B::float_device(tensor), tensor.dtype().into()))
-            }
-            Self::Int(tensor) => Self::Int(B::int_zeros(shape, &B::int_device(tensor), tensor.dtype().into())),
-            Self::Bool(tensor) => Self::Bool(B::bool_zeros(shape, &B::bool_device(tensor), tensor.dtype().into())),
+            Self::Float(tensor) => Self::Float(B::float_zeros(
+                shape,
+                &B::float_device(tensor),
+                tensor.dtype().into(),
+            )),
+            Self::Int(tensor) => Self::Int(B::int_zeros(
+                shape,
+                &B::int_device(tensor),
+                tensor.dtype().into(),
+            )),
+            Self::Bool(tensor) => Self::Bool(B::bool_zeros(
+                shape,
+                &B::bool_device(tensor),
+                tensor.dtype().into(),
+            )),
         }
     }
 
     /// Concatenates along `dim`; parts without rows are left out, and `like` gives kind and shape where all are.
     pub(crate) fn concat(parts: Vec<Self>, dim: usize, like: &Self) -> Self {
-        let mut parts: Vec<Self> = parts.into_iter().filter(|part| part.shape()[dim] > 0).collect();
+        let mut parts: Vec<Self> = parts
+            .into_iter()
+            .filter(|part| part.shape()[dim] > 0)
+            .collect();
         match parts.len() {
             0 => return like.zeros_like(dim, 0),
             1 => return parts.swap_remove(0),
@@ -177,7 +205,9 @@ impl<B: Backend> Payload<B> {
     /// Back from [`Self::widened`] to a dtype.
     pub(crate) fn narrowed(self, dtype: DType) -> Self {
         match self {
-            Self::Float(tensor) if tensor.dtype() != dtype => Self::Float(B::float_cast(tensor, dtype.into())),
+            Self::Float(tensor) if tensor.dtype() != dtype => {
+                Self::Float(B::float_cast(tensor, dtype.into()))
+            }
             other => other,
         }
     }

@@ -17,11 +17,15 @@ pub fn run_on_threads<B: Backend>(
     call: Call,
 ) -> Payload<B> {
     let signature = op.signature(&payload, &call);
-    let parts = group.meet(call.number, signature, payload.clone()).unwrap_or_else(|error| error.raise());
+    let parts = group
+        .meet(call.number, signature, payload.clone())
+        .unwrap_or_else(|error| error.raise());
     match op {
-        Collective::AllGather { dim, .. } => {
-            Payload::concat(parts.iter().map(|part| Payload::clone(part)).collect(), *dim, &payload)
-        }
+        Collective::AllGather { dim, .. } => Payload::concat(
+            parts.iter().map(|part| Payload::clone(part)).collect(),
+            *dim,
+            &payload,
+        ),
         Collective::ReduceScatter { dim, sizes } => {
             let start: usize = sizes[..group.rank()].iter().sum();
             let range = start..start + sizes[group.rank()];
@@ -29,7 +33,10 @@ pub fn run_on_threads<B: Backend>(
         }
         Collective::AllReduce => sum(parts.iter().map(|part| Payload::clone(part)), payload),
         Collective::Exchange { dim, plan } => {
-            let pieces = plan.pieces().iter().map(|piece| parts[piece.source].rows(*dim, &piece.range));
+            let pieces = plan
+                .pieces()
+                .iter()
+                .map(|piece| parts[piece.source].rows(*dim, &piece.range));
             Payload::concat(pieces.collect(), *dim, &payload)
         }
         Collective::ExchangeReverse { dim, plan } => sum_back(&parts, *dim, plan, &payload),
@@ -47,7 +54,12 @@ fn sum<B: Backend>(parts: impl Iterator<Item = Payload<B>>, own: Payload<B>) -> 
 }
 
 /// Adds up, for each row that this rank gave away, what its takers hold of it now; in the order of their ranks.
-fn sum_back<B: Backend>(parts: &[Arc<Payload<B>>], dim: usize, plan: &ExchangePlan, like: &Payload<B>) -> Payload<B> {
+fn sum_back<B: Backend>(
+    parts: &[Arc<Payload<B>>],
+    dim: usize,
+    plan: &ExchangePlan,
+    like: &Payload<B>,
+) -> Payload<B> {
     let dtype = like.dtype();
     let mut total = like.zeros_like(dim, plan.input_len()).widened();
     for sent in plan.sends() {

@@ -54,7 +54,9 @@ impl Groups {
         let mut made = self.made.lock().unwrap_or_else(PoisonError::into_inner);
         let group = made.entry(key.clone()).or_insert_with(|| {
             let name = format!("{}{ranks:?}", key.join("x"));
-            self.context.group(&name, ranks).with_order(self.order.clone())
+            self.context
+                .group(&name, ranks)
+                .with_order(self.order.clone())
         });
         Ok(group.clone())
     }
@@ -64,7 +66,12 @@ impl Groups {
     /// # Errors
     /// None on a bound mesh; the signature leaves room for transports that make groups by communication.
     pub fn world(&self) -> Result<ProcessGroup, CommError> {
-        let axes: Vec<&str> = self.mesh.axes().iter().map(|axis| axis.name.as_str()).collect();
+        let axes: Vec<&str> = self
+            .mesh
+            .axes()
+            .iter()
+            .map(|axis| axis.name.as_str())
+            .collect();
         self.along(&axes)
     }
 }

@@ -19,7 +19,9 @@ pub enum CommError {
         cause: String,
     },
     /// A rank is in another operation than the others, or passes another shape or dtype.
-    #[error("ranks of group {group} disagree on operation #{number}: rank {rank} calls {got}, expected {expected}")]
+    #[error(
+        "ranks of group {group} disagree on operation #{number}: rank {rank} calls {got}, expected {expected}"
+    )]
     Mismatch {
         /// Name of the group.
         group: String,
@@ -33,7 +35,9 @@ pub enum CommError {
         got: String,
     },
     /// Ranks that must hold equal values do not.
-    #[error("ranks of group {group} disagree on {what}: rank {rank} has {got}, expected {expected}")]
+    #[error(
+        "ranks of group {group} disagree on {what}: rank {rank} has {got}, expected {expected}"
+    )]
     Disagreement {
         /// Name of the group.
         group: String,
@@ -135,6 +139,10 @@ pub struct RankFailure {
 
 impl RankFailure {
     pub(crate) fn as_peer_failure(&self) -> CommError {
-        CommError::PeerFailed { rank: self.rank, op: self.op.clone(), cause: self.cause.to_string() }
+        CommError::PeerFailed {
+            rank: self.rank,
+            op: self.op.clone(),
+            cause: self.cause.to_string(),
+        }
     }
 }

@@ -19,9 +19,13 @@ use super::{
 /// The latest differentiable collective of a program, as its autodiff backend left it.
 ///
 /// Autodiff runs adjoints by depth of the graph, not by program order, and the depths of two ranks may differ. Each
-/// differentiable collective is therefore placed deeper than the one before it. How deep that lies is kept here, type-erased:
+/// differentiable collective therefore takes the one before it as a parent. Which one that is, is kept here, type-erased:
 /// this room knows no autodiff. Groups bound together share one order, since ranks that wait for each other in two groups
 /// in different orders would wait for ever; a training step has an order of its own.
+///
+/// Collectives of one order belong to one backward pass. Losses that get a pass each need an order each
+/// ([`ProcessGroup::with_order`]): a pass consumes the graph of all collectives before it in its order, also of those that
+/// its loss does not depend on.
 #[derive(Clone, Default)]
 pub struct ProgramOrder {
     latest: Arc<Mutex<Option<Box<dyn Any + Send>>>>,
@@ -76,7 +80,11 @@ impl ProcessGroup {
     }
 
     pub(crate) fn threads(hub: &Arc<Hub>, key: Arc<str>, ranks: Vec<usize>, rank: usize) -> Self {
-        let transport = if ranks.len() == 1 { Transport::Solo } else { Transport::Threads(hub.clone()) };
+        let transport = if ranks.len() == 1 {
+            Transport::Solo
+        } else {
+            Transport::Threads(hub.clone())
+        };
         Self::from_parts(key, ranks, rank, transport)
     }
 
@@ -89,7 +97,10 @@ impl ProcessGroup {
             next_number: AtomicU64::new(0),
             next_host_number: AtomicU64::new(0),
         };
-        Self { shared: Arc::new(shared), order: ProgramOrder::new() }
+        Self {
+            shared: Arc::new(shared),
+            order: ProgramOrder::new(),
+        }
     }
 
     /// This rank's index in the group, in `0..size`.
@@ -120,7 +131,10 @@ impl ProcessGroup {
     /// The same group, whose differentiable collectives are chained in another order.
     #[must_use]
     pub fn with_order(&self, order: ProgramOrder) -> Self {
-        Self { shared: self.shared.clone(), order }
+        Self {
+            shared: self.shared.clone(),
+            order,
+        }
     }
 
     /// Draws the number of the next tensor operation. Every rank draws in the same program order.
@@ -151,8 +165,15 @@ impl ProcessGroup {
             Transport::Solo => return Ok(vec![Arc::new(value)]),
             Transport::Threads(hub) => hub,
         };
-        let key = MeetingKey { group: self.shared.key.clone(), host, number };
-        let attendance = Attendance { ranks: &self.shared.ranks, index: self.shared.rank };
+        let key = MeetingKey {
+            group: self.shared.key.clone(),
+            host,
+            number,
+        };
+        let attendance = Attendance {
+            ranks: &self.shared.ranks,
+            index: self.shared.rank,
+        };
         let wanted = std::any::type_name::<T>();
         let parcels = hub.meet(&key, &attendance, signature.clone(), Arc::new(value))?;
         parcels
@@ -193,7 +214,9 @@ impl ProcessGroup {
         shown: impl Fn(&T) -> String,
     ) -> Result<(), CommError> {
         let values = self.host_all_gather(what, value)?;
-        let Some((odd, expected)) = odd_one_out(&values) else { return Ok(()) };
+        let Some((odd, expected)) = odd_one_out(&values) else {
+            return Ok(());
+        };
         let rank = self.shared.ranks[odd];
         let error = CommError::Disagreement {
             group: self.shared.key.to_string(),
@@ -209,18 +232,31 @@ impl ProcessGroup {
     /// Tells every rank whether all of them succeeded: the value where all did, the first failing rank's error where one did not.
     ///
     /// Every rank must call it. `op` names what was tried, for the error.
-    pub fn consensus<T, E: fmt::Display>(&self, op: &'static str, outcome: Result<T, E>) -> Result<T, CommError> {
+    pub fn consensus<T, E: fmt::Display>(
+        &self,
+        op: &'static str,
+        outcome: Result<T, E>,
+    ) -> Result<T, CommError> {
         let message = outcome.as_ref().err().map(ToString::to_string);
         let messages = self.host_all_gather(op, message)?;
-        let failed = messages.iter().enumerate().find_map(|(i, message)| Some((i, message.clone()?)));
+        let failed = messages
+            .iter()
+            .enumerate()
+            .find_map(|(i, message)| Some((i, message.clone()?)));
         match (outcome, failed) {
             (Ok(value), None) => Ok(value),
             (_, Some((index, cause))) => {
                 let rank = self.shared.ranks[index];
                 self.fail(rank, op, FailureCause::Reported(cause.clone()));
-                Err(CommError::PeerFailed { rank, op: op.to_owned(), cause })
+                Err(CommError::PeerFailed {
+                    rank,
+                    op: op.to_owned(),
+                    cause,
+                })
             }
-            (Err(error), None) => unreachable!("this rank's own error must be among the gathered ones: {error}"),
+            (Err(error), None) => {
+                unreachable!("this rank's own error must be among the gathered ones: {error}")
+            }
         }
     }
 
@@ -237,7 +273,10 @@ impl ProcessGroup {
     /// As the module's protocol says.
     pub fn barrier(&self) -> Result<(), CommError> {
         let number = self.shared.next_host_number.fetch_add(1, Ordering::Relaxed);
-        let signature = Signature { kind: CollectiveKind::Barrier, ..Signature::control("barrier") };
+        let signature = Signature {
+            kind: CollectiveKind::Barrier,
+            ..Signature::control("barrier")
+        };
         self.meet_under(true, number, signature, ()).map(|_| ())
     }
 }

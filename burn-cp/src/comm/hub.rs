@@ -39,7 +39,12 @@ struct Meeting {
 
 impl Meeting {
     fn missing(&self) -> Vec<usize> {
-        self.ranks.iter().zip(&self.parcels).filter(|(_, parcel)| parcel.is_none()).map(|(&rank, _)| rank).collect()
+        self.ranks
+            .iter()
+            .zip(&self.parcels)
+            .filter(|(_, parcel)| parcel.is_none())
+            .map(|(&rank, _)| rank)
+            .collect()
     }
 }
 
@@ -63,7 +68,10 @@ impl State {
     /// The operation in which a rank waits for ranks that have not come; `None` if it can go on.
     fn blocked(&self, rank: usize) -> Option<&Waiting> {
         let waiting = self.waiting[rank].as_ref()?;
-        self.meetings.get(&waiting.key).is_some_and(|meeting| !meeting.missing().is_empty()).then_some(waiting)
+        self.meetings
+            .get(&waiting.key)
+            .is_some_and(|meeting| !meeting.missing().is_empty())
+            .then_some(waiting)
     }
 
     /// Whom a wait in `op` for `missing` comes down to, and the operation that waits for that rank: missing ranks may
@@ -79,7 +87,11 @@ impl State {
         {
             seen.push(rank);
             op.clone_from(&waiting.op);
-            missing = self.meetings.get(&waiting.key).map(Meeting::missing).unwrap_or_default();
+            missing = self
+                .meetings
+                .get(&waiting.key)
+                .map(Meeting::missing)
+                .unwrap_or_default();
         }
         let free = missing.iter().find(|&&rank| self.blocked(rank).is_none());
         (free.copied().unwrap_or(missing[0]), op)
@@ -88,7 +100,8 @@ impl State {
     /// The error of a group whose ranks all wait for each other, in different operations.
     fn crossed(&self, group: &Arc<str>, ranks: &[usize]) -> Option<(usize, String, CommError)> {
         let waiting: Vec<&Waiting> = ranks.iter().map_while(|&rank| self.blocked(rank)).collect();
-        if waiting.len() < ranks.len() || waiting.iter().any(|waiting| waiting.key.group != *group) {
+        if waiting.len() < ranks.len() || waiting.iter().any(|waiting| waiting.key.group != *group)
+        {
             return None;
         }
         let keys: Vec<&MeetingKey> = waiting.iter().map(|waiting| &waiting.key).collect();
@@ -114,7 +127,9 @@ pub(crate) struct Hub {
 
 impl fmt::Debug for Hub {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Hub").field("world_size", &self.world_size).finish_non_exhaustive()
+        f.debug_struct("Hub")
+            .field("world_size", &self.world_size)
+            .finish_non_exhaustive()
     }
 }
 
@@ -132,7 +147,12 @@ impl Hub {
             ended: vec![false; world_size],
             ..State::default()
         };
-        Arc::new(Self { world_size, deadline, state: Mutex::new(state), changed: Condvar::new() })
+        Arc::new(Self {
+            world_size,
+            deadline,
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+        })
     }
 
     pub(crate) fn world_size(&self) -> usize {
@@ -189,25 +209,42 @@ impl Hub {
         }
         state.last_op[rank] = Some(op.clone());
         let ranks = attendance.ranks;
-        let meeting = state.meetings.entry(key.clone()).or_insert_with(|| Meeting {
-            ranks: ranks.to_vec(),
-            parcels: ranks.iter().map(|_| None).collect(),
-            num_taken: 0,
-        });
+        let meeting = state
+            .meetings
+            .entry(key.clone())
+            .or_insert_with(|| Meeting {
+                ranks: ranks.to_vec(),
+                parcels: ranks.iter().map(|_| None).collect(),
+                num_taken: 0,
+            });
         meeting.parcels[attendance.index] = Some((signature, parcel));
         if meeting.missing().is_empty() {
             self.changed.notify_all();
         } else {
-            state.waiting[rank] = Some(Waiting { key: key.clone(), op: op.clone() });
+            state.waiting[rank] = Some(Waiting {
+                key: key.clone(),
+                op: op.clone(),
+            });
         }
         // A meeting that is complete counts, whatever has happened since: so all its ranks see the same outcome.
-        while let Some(missing) = state.meetings.get(key).map(Meeting::missing).filter(|missing| !missing.is_empty()) {
+        while let Some(missing) = state
+            .meetings
+            .get(key)
+            .map(Meeting::missing)
+            .filter(|missing| !missing.is_empty())
+        {
             if let Some(failure) = &state.failure {
                 return Err(failure.as_peer_failure());
             }
             let waited = start.elapsed();
-            if let Some((culprit, its_op, error)) = self.give_up(&state, key, &missing, &op, waited) {
-                Self::record(&mut state, culprit, Some(its_op), FailureCause::Comm(error.clone()));
+            if let Some((culprit, its_op, error)) = self.give_up(&state, key, &missing, &op, waited)
+            {
+                Self::record(
+                    &mut state,
+                    culprit,
+                    Some(its_op),
+                    FailureCause::Comm(error.clone()),
+                );
                 self.changed.notify_all();
                 return Err(error);
             }
@@ -231,7 +268,14 @@ impl Hub {
         waited: Duration,
     ) -> Option<(usize, String, CommError)> {
         if let Some(&gone) = missing.iter().find(|&&rank| state.ended[rank]) {
-            return Some((gone, op.to_owned(), CommError::PeerLeft { op: op.to_owned(), rank: gone }));
+            return Some((
+                gone,
+                op.to_owned(),
+                CommError::PeerLeft {
+                    op: op.to_owned(),
+                    rank: gone,
+                },
+            ));
         }
         let ranks = &state.meetings.get(key)?.ranks;
         if let Some(crossed) = state.crossed(&key.group, ranks) {
@@ -242,7 +286,12 @@ impl Hub {
         }
         let (culprit, its_op) = state.culprit(op, missing);
         let last_seen = state.last_op[culprit].clone();
-        let error = CommError::Timeout { op: op.to_owned(), missing: missing.to_vec(), waited, last_seen };
+        let error = CommError::Timeout {
+            op: op.to_owned(),
+            missing: missing.to_vec(),
+            waited,
+            last_seen,
+        };
         Some((culprit, its_op, error))
     }
 
@@ -272,7 +321,12 @@ impl Hub {
                 got: signatures[odd].to_string(),
             };
             let its_op = key.describe(&signatures[odd]);
-            Self::record(&mut state, attendance.ranks[odd], Some(its_op), FailureCause::Comm(error.clone()));
+            Self::record(
+                &mut state,
+                attendance.ranks[odd],
+                Some(its_op),
+                FailureCause::Comm(error.clone()),
+            );
             drop(state);
             self.changed.notify_all();
             return Err(error);
@@ -305,7 +359,11 @@ pub struct RankContext {
 
 impl RankContext {
     pub(crate) fn new(rank: usize, hub: Arc<Hub>) -> Self {
-        Self { rank, hub, groups: Arc::default() }
+        Self {
+            rank,
+            hub,
+            groups: Arc::default(),
+        }
     }
 
     /// This rank, in `0..world_size`.
@@ -331,7 +389,10 @@ impl RankContext {
     pub(crate) fn group(&self, name: &str, ranks: Vec<usize>) -> ProcessGroup {
         let mut groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
         let made = groups.entry(name.into()).or_insert_with(|| {
-            let index = ranks.iter().position(|&rank| rank == self.rank).unwrap_or_default();
+            let index = ranks
+                .iter()
+                .position(|&rank| rank == self.rank)
+                .unwrap_or_default();
             ProcessGroup::threads(&self.hub, name.into(), ranks, index)
         });
         made.clone()

@@ -53,7 +53,10 @@ pub struct ThreadsOptions {
 
 impl Default for ThreadsOptions {
     fn default() -> Self {
-        Self { deadline: DEFAULT_DEADLINE, stack_size: 16 << 20 }
+        Self {
+            deadline: DEFAULT_DEADLINE,
+            stack_size: 16 << 20,
+        }
     }
 }
 
@@ -74,7 +77,11 @@ where
 ///
 /// # Errors
 /// As [`threads`].
-pub fn threads_with<T, E, F>(world_size: usize, options: ThreadsOptions, f: F) -> Result<Vec<T>, LaunchError>
+pub fn threads_with<T, E, F>(
+    world_size: usize,
+    options: ThreadsOptions,
+    f: F,
+) -> Result<Vec<T>, LaunchError>
 where
     F: Fn(RankContext) -> Result<T, E> + Sync,
     T: Send,
@@ -94,12 +101,22 @@ where
                 Ok(handle) => handles.push(handle),
                 Err(error) => {
                     // The ranks already running must not wait for one that never starts.
-                    hub.fail(rank, Some("start".to_owned()), FailureCause::Reported(error.to_string()));
-                    return Err(LaunchError::Spawn { rank, reason: error.to_string() });
+                    hub.fail(
+                        rank,
+                        Some("start".to_owned()),
+                        FailureCause::Reported(error.to_string()),
+                    );
+                    return Err(LaunchError::Spawn {
+                        rank,
+                        reason: error.to_string(),
+                    });
                 }
             }
         }
-        Ok(handles.into_iter().map(|handle| handle.join().ok().flatten()).collect::<Vec<_>>())
+        Ok(handles
+            .into_iter()
+            .map(|handle| handle.join().ok().flatten())
+            .collect::<Vec<_>>())
     })?;
     finish(&hub, results)
 }
@@ -133,8 +150,15 @@ where
             let _ = sender.send((rank, result));
         });
         if let Err(error) = spawned {
-            hub.fail(rank, Some("start".to_owned()), FailureCause::Reported(error.to_string()));
-            return Err(LaunchError::Spawn { rank, reason: error.to_string() });
+            hub.fail(
+                rank,
+                Some("start".to_owned()),
+                FailureCause::Reported(error.to_string()),
+            );
+            return Err(LaunchError::Spawn {
+                rank,
+                reason: error.to_string(),
+            });
         }
     }
     Ok(DetachedWorld { hub, receiver })
@@ -177,7 +201,9 @@ impl<T> DetachedWorld<T> {
 }
 
 fn builder(rank: usize, options: &ThreadsOptions) -> thread::Builder {
-    thread::Builder::new().name(format!("rank-{rank}")).stack_size(options.stack_size)
+    thread::Builder::new()
+        .name(format!("rank-{rank}"))
+        .stack_size(options.stack_size)
 }
 
 fn run_rank<T, E, F>(context: RankContext, f: &F) -> Option<T>

@@ -25,7 +25,11 @@ pub struct TokenLoss<B: ContextParallelBackend> {
 impl<B: ContextParallelBackend> TokenLoss<B> {
     /// The loss of all ranks as a number. Waits for the device.
     pub fn global_value(&self) -> f64 {
-        self.global.to_data().iter::<f64>().next().unwrap_or_default()
+        self.global
+            .to_data()
+            .iter::<f64>()
+            .next()
+            .unwrap_or_default()
     }
 
     /// Runs backward on this rank's share, once every rank has come this far.
@@ -54,7 +58,10 @@ impl<B: ContextParallelBackend> CpStep<B> {
     /// Labels of this rank's tokens that are not ignored.
     pub fn num_local_labels(&self) -> u64 {
         let labels = self.labels().unwrap_or_default();
-        labels.iter().filter(|&&label| label != IGNORED_LABEL).count() as u64
+        labels
+            .iter()
+            .filter(|&&label| label != IGNORED_LABEL)
+            .count() as u64
     }
 
     /// Labels over all ranks of the loss group. Every rank must call it; host only. With several microbatches, add them up.
@@ -62,8 +69,12 @@ impl<B: ContextParallelBackend> CpStep<B> {
     /// # Errors
     /// The ranks could not talk to each other.
     pub fn num_labels(&self) -> Result<NumLabels, StepError> {
-        let counts = self.loss_group().host_all_gather("number of labels", self.num_local_labels())?;
-        Ok(NumLabels { global: counts.iter().sum() })
+        let counts = self
+            .loss_group()
+            .host_all_gather("number of labels", self.num_local_labels())?;
+        Ok(NumLabels {
+            global: counts.iter().sum(),
+        })
     }
 
     /// Mean cross entropy over the labels of all ranks, from this rank's logits `[batch, local_tokens, vocab]`.
@@ -81,18 +92,29 @@ impl<B: ContextParallelBackend> CpStep<B> {
     ///
     /// # Errors
     /// As [`Self::cross_entropy`].
-    pub fn cross_entropy_over(&self, logits: Tensor<B, 3>, num_labels: NumLabels) -> Result<TokenLoss<B>, StepError> {
+    pub fn cross_entropy_over(
+        &self,
+        logits: Tensor<B, 3>,
+        num_labels: NumLabels,
+    ) -> Result<TokenLoss<B>, StepError> {
         let sum = self.cross_entropy_sum(logits)?;
         #[allow(clippy::cast_precision_loss)]
         // Not a division: Burn rounds the gradient of one by a scalar to f32, also in f64.
         let local = sum.mul_scalar(1.0 / num_labels.global.max(1) as f64);
         let global = collectives::all_reduce(local.clone().detach(), self.loss_group());
-        Ok(TokenLoss { local, global, group: self.loss_group().clone() })
+        Ok(TokenLoss {
+            local,
+            global,
+            group: self.loss_group().clone(),
+        })
     }
 
     fn cross_entropy_sum(&self, logits: Tensor<B, 3>) -> Result<Tensor<B, 1>, StepError> {
         let Some(labels) = self.labels() else {
-            return Err(StepError::Missing { what: "labels".into(), available: "none of them".into() });
+            return Err(StepError::Missing {
+                what: "labels".into(),
+                available: "none of them".into(),
+            });
         };
         let [batch, tokens, vocab] = logits.dims();
         if [batch, tokens] != [self.batch_size(), self.local_len()] {
@@ -104,7 +126,11 @@ impl<B: ContextParallelBackend> CpStep<B> {
         }
         let mut rows = Vec::new();
         let mut targets = Vec::new();
-        for (row, &label) in labels.iter().enumerate().filter(|(_, label)| **label != IGNORED_LABEL) {
+        for (row, &label) in labels
+            .iter()
+            .enumerate()
+            .filter(|(_, label)| **label != IGNORED_LABEL)
+        {
             if usize::try_from(label).is_ok_and(|label| label < vocab) {
                 #[allow(clippy::cast_possible_wrap)]
                 rows.push(row as i64);

@@ -33,7 +33,9 @@ pub enum ParameterError {
         got: String,
     },
     /// Two ranks hold one autodiff leaf, so that each would wait for the other's backward pass for ever.
-    #[error("ranks {first} and {second} share the leaf of {path}; give each rank its own with `model.clone().fork(device)`")]
+    #[error(
+        "ranks {first} and {second} share the leaf of {path}; give each rank its own with `model.clone().fork(device)`"
+    )]
     SharedLeaf {
         /// Module path of the parameter.
         path: String,
@@ -58,7 +60,10 @@ struct Fingerprint {
 
 impl Fingerprint {
     fn shown(&self) -> String {
-        let hash: String = self.hash[..4].iter().map(|byte| format!("{byte:02x}")).collect();
+        let hash: String = self.hash[..4]
+            .iter()
+            .map(|byte| format!("{byte:02x}"))
+            .collect();
         format!("{} {:?} with hash {hash}", self.dtype, self.shape)
     }
 
@@ -110,9 +115,16 @@ pub fn check_parameters<B: CollectiveBackend, M: Module<B>>(
     let mut mine = Collect::default();
     module.visit(&mut mine);
     let all = group.host_all_gather("parameters", mine.found)?;
-    let found = shared_leaf(&all, group.global_ranks()).or_else(|| difference(&all, group.global_ranks()));
-    let Some((rank, error)) = found else { return Ok(()) };
-    group.fail(rank, "the start-up check of parameters", FailureCause::Error(Arc::new(error.clone())));
+    let found =
+        shared_leaf(&all, group.global_ranks()).or_else(|| difference(&all, group.global_ranks()));
+    let Some((rank, error)) = found else {
+        return Ok(());
+    };
+    group.fail(
+        rank,
+        "the start-up check of parameters",
+        FailureCause::Error(Arc::new(error.clone())),
+    );
     Err(error)
 }
 
@@ -123,7 +135,14 @@ fn shared_leaf(all: &[Vec<Fingerprint>], ranks: &[usize]) -> Option<(usize, Para
         for parameter in found {
             let Some(leaf) = parameter.leaf else { continue };
             if let Some(first) = leaves.insert(leaf, rank).filter(|&first| first != rank) {
-                return Some((rank, ParameterError::SharedLeaf { path: parameter.path.clone(), first, second: rank }));
+                return Some((
+                    rank,
+                    ParameterError::SharedLeaf {
+                        path: parameter.path.clone(),
+                        first,
+                        second: rank,
+                    },
+                ));
             }
         }
     }
@@ -132,13 +151,29 @@ fn shared_leaf(all: &[Vec<Fingerprint>], ranks: &[usize]) -> Option<(usize, Para
 
 /// The first rank whose parameters are not those of most ranks, and the first difference.
 fn difference(all: &[Vec<Fingerprint>], ranks: &[usize]) -> Option<(usize, ParameterError)> {
-    let values: Vec<Vec<_>> = all.iter().map(|found| found.iter().map(Fingerprint::values).collect()).collect();
+    let values: Vec<Vec<_>> = all
+        .iter()
+        .map(|found| found.iter().map(Fingerprint::values).collect())
+        .collect();
     let (odd, expected) = odd_one_out(&values)?;
     let (got, expected) = (&all[odd], &all[expected]);
-    let same = |i: usize| got.get(i).map(Fingerprint::values) == expected.get(i).map(Fingerprint::values);
+    let same =
+        |i: usize| got.get(i).map(Fingerprint::values) == expected.get(i).map(Fingerprint::values);
     let i = (0..got.len().max(expected.len())).find(|&i| !same(i))?;
-    let shown = |found: &[Fingerprint]| found.get(i).map_or_else(|| "no parameter".to_owned(), Fingerprint::shown);
-    let path = expected.get(i).or(got.get(i)).map_or_else(String::new, |parameter| parameter.path.clone());
-    let error = ParameterError::Differ { path, rank: ranks[odd], expected: shown(expected), got: shown(got) };
+    let shown = |found: &[Fingerprint]| {
+        found
+            .get(i)
+            .map_or_else(|| "no parameter".to_owned(), Fingerprint::shown)
+    };
+    let path = expected
+        .get(i)
+        .or(got.get(i))
+        .map_or_else(String::new, |parameter| parameter.path.clone());
+    let error = ParameterError::Differ {
+        path,
+        rank: ranks[odd],
+        expected: shown(expected),
+        got: shown(got),
+    };
     Some((ranks[odd], error))
 }

@@ -65,11 +65,15 @@ impl<B: Backend, M: Module<B>> Module<B> for SequenceSharded<M> {
     }
 
     fn fork(self, device: &B::Device) -> Self {
-        Self { model: self.model.fork(device) }
+        Self {
+            model: self.model.fork(device),
+        }
     }
 
     fn to_device(self, device: &B::Device) -> Self {
-        Self { model: self.model.to_device(device) }
+        Self {
+            model: self.model.to_device(device),
+        }
     }
 
     fn visit<V: ModuleVisitor<B>>(&self, visitor: &mut V) {
@@ -77,11 +81,15 @@ impl<B: Backend, M: Module<B>> Module<B> for SequenceSharded<M> {
     }
 
     fn map<P: ModuleMapper<B>>(self, mapper: &mut P) -> Self {
-        Self { model: self.model.map(mapper) }
+        Self {
+            model: self.model.map(mapper),
+        }
     }
 
     fn load_record(self, record: Self::Record) -> Self {
-        Self { model: self.model.load_record(record) }
+        Self {
+            model: self.model.load_record(record),
+        }
     }
 
     fn into_record(self) -> Self::Record {
@@ -93,10 +101,14 @@ impl<B: AutodiffBackend, M: AutodiffModule<B>> AutodiffModule<B> for SequenceSha
     type InnerModule = SequenceSharded<M::InnerModule>;
 
     fn valid(&self) -> Self::InnerModule {
-        SequenceSharded { model: self.model.valid() }
+        SequenceSharded {
+            model: self.model.valid(),
+        }
     }
 
     fn from_inner(module: Self::InnerModule) -> Self {
-        Self { model: M::from_inner(module.model) }
+        Self {
+            model: M::from_inner(module.model),
+        }
     }
 }

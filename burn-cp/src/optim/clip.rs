@@ -12,19 +12,33 @@ use burn::{
 ///
 /// Call it with synchronised gradients: every rank then has the same norm, and no communication is needed. Waits for the
 /// device once. A norm that is not finite scales nothing, so that the caller can see and handle it.
-pub fn clip_by_global_norm<B, M>(grads: GradientsParams, module: &M, max_norm: f64) -> (GradientsParams, f64)
+pub fn clip_by_global_norm<B, M>(
+    grads: GradientsParams,
+    module: &M,
+    max_norm: f64,
+) -> (GradientsParams, f64)
 where
     B: AutodiffBackend,
     M: AutodiffModule<B>,
 {
-    let mut norm = SquaredNorm::<B> { seen: HashSet::new(), grads: &grads, sum: None };
+    let mut norm = SquaredNorm::<B> {
+        seen: HashSet::new(),
+        grads: &grads,
+        sum: None,
+    };
     module.visit(&mut norm);
-    let squared = norm.sum.map_or(0.0, |sum| sum.into_data().iter::<f64>().next().unwrap_or_default());
+    let squared = norm.sum.map_or(0.0, |sum| {
+        sum.into_data().iter::<f64>().next().unwrap_or_default()
+    });
     let norm = squared.sqrt();
     if !norm.is_finite() || norm <= max_norm {
         return (grads, norm);
     }
-    let mut scale = Scale { seen: HashSet::new(), grads, factor: max_norm / norm };
+    let mut scale = Scale {
+        seen: HashSet::new(),
+        grads,
+        factor: max_norm / norm,
+    };
     module.visit(&mut scale);
     (scale.grads, norm)
 }
@@ -42,7 +56,9 @@ impl<B: AutodiffBackend> ModuleVisitor<B> for SquaredNorm<'_, B> {
         if !self.seen.insert(param.id) {
             return;
         }
-        let Some(grad) = self.grads.get::<B::InnerBackend, D>(param.id) else { return };
+        let Some(grad) = self.grads.get::<B::InnerBackend, D>(param.id) else {
+            return;
+        };
         let squared = grad.clone().mul(grad).sum();
         self.sum = Some(match self.sum.take() {
             Some(sum) => sum + squared,

@@ -23,7 +23,9 @@ pub struct GradientSync {
 impl Default for GradientSync {
     /// 8 Mi elements, 32 MiB in `f32`.
     fn default() -> Self {
-        Self { bucket_elements: 8 << 20 }
+        Self {
+            bucket_elements: 8 << 20,
+        }
     }
 }
 
@@ -57,13 +59,23 @@ struct Slot {
 
 impl GradientSync {
     /// [`sync_gradients`] over a given group.
-    pub fn sync<B, M>(&self, grads: GradientsParams, module: &M, group: &ProcessGroup) -> GradientsParams
+    pub fn sync<B, M>(
+        &self,
+        grads: GradientsParams,
+        module: &M,
+        group: &ProcessGroup,
+    ) -> GradientsParams
     where
         B: AutodiffBackend,
         B::InnerBackend: CollectiveBackend,
         M: AutodiffModule<B>,
     {
-        let mut flatten = Flatten::<B> { seen: HashSet::new(), grads, slots: Vec::new(), flat: Vec::new() };
+        let mut flatten = Flatten::<B> {
+            seen: HashSet::new(),
+            grads,
+            slots: Vec::new(),
+            flat: Vec::new(),
+        };
         module.visit(&mut flatten);
         let Flatten { slots, flat, .. } = flatten;
         let mut synced: Vec<Tensor<B::InnerBackend, 1>> = Vec::with_capacity(slots.len());
@@ -71,22 +83,38 @@ impl GradientSync {
         while start < slots.len() {
             let end = self.bucket_end(&slots, &flat, start);
             let bucket = flat[start..end].to_vec();
-            let bucket = if bucket.len() == 1 { bucket[0].clone() } else { Tensor::cat(bucket, 0) };
+            let bucket = if bucket.len() == 1 {
+                bucket[0].clone()
+            } else {
+                Tensor::cat(bucket, 0)
+            };
             let bucket = collectives::all_reduce(bucket, group);
             let mut at = 0;
             for slot in &slots[start..end] {
-                synced.push(bucket.clone().slice([at..at + slot.len]));
+                synced.push(bucket.clone().narrow(0, at, slot.len));
                 at += slot.len;
             }
             start = end;
         }
-        let by_id = slots.into_iter().zip(synced).map(|(slot, flat)| (slot.id, (slot.shape, flat))).collect();
-        let mut unflatten = Unflatten::<B> { by_id, grads: GradientsParams::new() };
+        let by_id = slots
+            .into_iter()
+            .zip(synced)
+            .map(|(slot, flat)| (slot.id, (slot.shape, flat)))
+            .collect();
+        let mut unflatten = Unflatten::<B> {
+            by_id,
+            grads: GradientsParams::new(),
+        };
         module.visit(&mut unflatten);
         unflatten.grads
     }
 
-    fn bucket_end<B: CollectiveBackend>(&self, slots: &[Slot], flat: &[Tensor<B, 1>], start: usize) -> usize {
+    fn bucket_end<B: CollectiveBackend>(
+        &self,
+        slots: &[Slot],
+        flat: &[Tensor<B, 1>],
+        start: usize,
+    ) -> usize {
         let mut elements = slots[start].len;
         let mut end = start + 1;
         while end < slots.len()
@@ -121,7 +149,11 @@ impl<B: AutodiffBackend> ModuleVisitor<B> for Flatten<B> {
         let grad = grad.unwrap_or_else(|| tensor.inner().zeros_like());
         let shape = grad.shape().to_vec();
         let len = grad.shape().num_elements();
-        self.slots.push(Slot { id: param.id, shape, len });
+        self.slots.push(Slot {
+            id: param.id,
+            shape,
+            len,
+        });
         self.flat.push(grad.reshape([len]));
     }
 }
@@ -161,7 +193,8 @@ impl<B: CollectiveBackend> ModuleMapper<B> for Broadcast<'_> {
         param.map(|tensor| {
             let trained = tensor.is_require_grad();
             // Not `detach`, which leaves a parameter trained, so that what is received would not be a leaf.
-            let values = collectives::broadcast(tensor.set_require_grad(false), self.root, self.group);
+            let values =
+                collectives::broadcast(tensor.set_require_grad(false), self.root, self.group);
             values.set_require_grad(trained)
         })
     }

@@ -38,7 +38,10 @@ pub(super) fn check<B: Backend>(
     };
     let got = [documents.batch_size(), documents.seq_len()];
     if got != size {
-        return Err(BatchError::Documents { expected: size, got });
+        return Err(BatchError::Documents {
+            expected: size,
+            got,
+        });
     }
     check_streams(batch, config, size)?;
     Ok(CheckedBatch {
@@ -52,12 +55,21 @@ pub(super) fn check<B: Backend>(
     })
 }
 
-fn check_labels<B: Backend>(batch: &SequenceBatch<B>, size: [usize; 2]) -> Result<Option<HostInts>, BatchError> {
-    let Some(labels) = &batch.labels else { return Ok(None) };
+fn check_labels<B: Backend>(
+    batch: &SequenceBatch<B>,
+    size: [usize; 2],
+) -> Result<Option<HostInts>, BatchError> {
+    let Some(labels) = &batch.labels else {
+        return Ok(None);
+    };
     let labels = HostInts::new("labels", labels)?;
     if labels.shape != size {
         let expected = format!("{size:?} [batch, seq]");
-        return Err(BatchError::Shape { what: "labels".into(), expected, got: labels.shape });
+        return Err(BatchError::Shape {
+            what: "labels".into(),
+            expected,
+            got: labels.shape,
+        });
     }
     if let Some(vocab_size) = batch.vocab_size {
         let inside = |label: i64| {
@@ -65,14 +77,24 @@ fn check_labels<B: Backend>(batch: &SequenceBatch<B>, size: [usize; 2]) -> Resul
         };
         if let Some(i) = labels.values.iter().position(|&label| !inside(label)) {
             let (row, token) = (i / size[1], i % size[1]);
-            return Err(BatchError::Label { row, token, label: labels.values[i], vocab_size });
+            return Err(BatchError::Label {
+                row,
+                token,
+                label: labels.values[i],
+                vocab_size,
+            });
         }
     }
     Ok(Some(labels))
 }
 
-fn check_positions<B: Backend>(batch: &SequenceBatch<B>, size: [usize; 2]) -> Result<Option<HostInts>, BatchError> {
-    let Some(positions) = &batch.positions else { return Ok(None) };
+fn check_positions<B: Backend>(
+    batch: &SequenceBatch<B>,
+    size: [usize; 2],
+) -> Result<Option<HostInts>, BatchError> {
+    let Some(positions) = &batch.positions else {
+        return Ok(None);
+    };
     let mut positions = HostInts::new("positions", positions)?;
     let fits = match positions.shape[..] {
         [batch, seq] => [batch, seq] == size,
@@ -81,7 +103,11 @@ fn check_positions<B: Backend>(batch: &SequenceBatch<B>, size: [usize; 2]) -> Re
     };
     if !fits {
         let expected = format!("{size:?} [batch, seq], or [axes, batch, seq]");
-        return Err(BatchError::Shape { what: "positions".into(), expected, got: positions.shape });
+        return Err(BatchError::Shape {
+            what: "positions".into(),
+            expected,
+            got: positions.shape,
+        });
     }
     if positions.shape.len() == 2 {
         positions.shape.insert(0, 1);
@@ -95,20 +121,38 @@ fn check_streams<B: Backend>(
     size: [usize; 2],
 ) -> Result<(), BatchError> {
     for (name, stream) in &batch.streams {
-        let Some(declared) = config.streams.iter().find(|declared| declared.name == *name) else {
-            let declared = config.streams.iter().map(|declared| declared.name.clone()).collect();
-            return Err(BatchError::UnknownStream { name: name.clone(), declared });
+        let Some(declared) = config
+            .streams
+            .iter()
+            .find(|declared| declared.name == *name)
+        else {
+            let declared = config
+                .streams
+                .iter()
+                .map(|declared| declared.name.clone())
+                .collect();
+            return Err(BatchError::UnknownStream {
+                name: name.clone(),
+                declared,
+            });
         };
         let shape = stream.0.shape().to_vec();
         if shape.get(declared.dim) != Some(&size[1]) {
             let expected = format!("{} tokens in dim {}", size[1], declared.dim);
-            return Err(BatchError::Shape { what: format!("stream {name:?}"), expected, got: shape });
+            return Err(BatchError::Shape {
+                what: format!("stream {name:?}"),
+                expected,
+                got: shape,
+            });
         }
     }
     Ok(())
 }
 
-fn check_media<B: Backend>(batch: &SequenceBatch<B>, size: [usize; 2]) -> Result<Option<Placeholders>, BatchError> {
+fn check_media<B: Backend>(
+    batch: &SequenceBatch<B>,
+    size: [usize; 2],
+) -> Result<Option<Placeholders>, BatchError> {
     let mut owner: Vec<Option<usize>> = vec![None; size[0] * size[1]];
     let mut placeholders = Placeholders::none(size);
     for (index, media) in batch.media.iter().enumerate() {
@@ -134,7 +178,9 @@ fn check_deepstack<B: Backend>(
     batch: &SequenceBatch<B>,
     size: [usize; 2],
 ) -> Result<Option<Placeholders>, BatchError> {
-    let Some((mask, layers)) = &batch.deepstack else { return Ok(None) };
+    let Some((mask, layers)) = &batch.deepstack else {
+        return Ok(None);
+    };
     let mask = host_bools("deepstack", mask, size)?;
     let mut placeholders = Placeholders::none(size);
     let rows = mask.iter().filter(|marked| **marked).count();

@@ -3,7 +3,8 @@
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    batch::StreamDeclaration, layout::LayoutPolicy, plan::ExchangeStrategy, vision::VisionShardingConfig,
+    batch::StreamDeclaration, layout::LayoutPolicy, plan::ExchangeStrategy,
+    vision::VisionShardingConfig,
 };
 
 /// Whether the primary stream is cut before the model sees it.

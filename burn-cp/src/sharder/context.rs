@@ -2,20 +2,19 @@
 
 use std::sync::Arc;
 
-use burn::tensor::{Tensor, TensorData, backend::Backend};
+use burn::tensor::backend::Backend;
 use sha2::{Digest, Sha256};
 
 use super::{
-    ContextParallelConfig, CpStep, PrimaryStream, StepError,
-    check::{CheckedBatch, IGNORED_LABEL, check},
-    media::LocalPlaceholders,
-    step::{LocalStreams, Primary, StepMedia},
+    ContextParallelConfig, CpStep, StepError,
+    check::{CheckedBatch, check},
+    cut::Cut,
+    step::StepMedia,
 };
 use crate::{
     attention::ContextParallelBackend,
-    batch::{self, HostInts, PadRule, SequenceBatch, shard_payload},
+    batch::SequenceBatch,
     comm::{CommError, Groups, ProcessGroup, ProgramOrder},
-    layout::TokenLayout,
     plan::MaskKind,
 };
 
@@ -36,12 +35,20 @@ impl ContextParallel {
         let cp = groups.along(&[config.cp_axis.as_str()])?;
         let loss_axes: Vec<&str> = config.loss_axes.iter().map(String::as_str).collect();
         let loss = groups.along(&loss_axes)?;
-        Ok(Self { config: Arc::new(config), cp, loss })
+        Ok(Self {
+            config: Arc::new(config),
+            cp,
+            loss,
+        })
     }
 
     /// A run on one rank: attention is the packed varlen kernel, nothing is exchanged.
     pub fn solo(config: ContextParallelConfig) -> Self {
-        Self { config: Arc::new(config), cp: ProcessGroup::solo(), loss: ProcessGroup::solo() }
+        Self {
+            config: Arc::new(config),
+            cp: ProcessGroup::solo(),
+            loss: ProcessGroup::solo(),
+        }
     }
 
     /// How sequences are sharded.
@@ -86,10 +93,14 @@ impl ContextParallel {
         order: ProgramOrder,
     ) -> Result<CpStep<B>, StepError> {
         let checked = check(&batch, &self.config)?;
-        let layout = self.config.layout.layout(&checked.documents, self.cp.size())?;
+        let layout = self
+            .config
+            .layout
+            .layout(&checked.documents, self.cp.size())?;
         let documents = Arc::new(checked.documents.padded_to(layout.seq_len())?);
         let layout = Arc::new(layout);
-        let local = self.local_streams(&batch, &checked, &documents, &layout, device);
+        let cut = Cut::new(&self.config, &documents, &layout, self.cp.rank());
+        let local = cut.streams(&batch, &checked, device);
         let media = batch.media.iter().map(StepMedia::new).collect();
         let digest = digest(&batch, &checked);
         let loss = self.loss.with_order(order.clone());
@@ -107,92 +118,19 @@ impl ContextParallel {
         both.update(digest);
         both.update(format!("{:?}", self.config));
         let both: [u8; 32] = both.finalize().into();
-        self.cp.agree("the plan of the step", both, |hash| hex(hash))?;
+        self.cp.agree("the plan of the step", both, hex)?;
         Ok(step)
     }
-
-    fn local_streams<B: Backend>(
-        &self,
-        batch: &SequenceBatch<B>,
-        checked: &CheckedBatch,
-        documents: &crate::layout::Documents,
-        layout: &TokenLayout,
-        device: &B::Device,
-    ) -> LocalStreams<B> {
-        let ranges = layout.ranges(self.cp.rank());
-        let [batch_size, _] = checked.size;
-        let padded_len = layout.seq_len();
-        let whole = 0..padded_len;
-        let primary_ranges = match self.config.primary {
-            PrimaryStream::Sharded => ranges,
-            PrimaryStream::Whole => std::slice::from_ref(&whole),
-        };
-        let pad_id = self.config.padding_token_id;
-        let primary = match (&batch.primary, &checked.ids) {
-            (batch::Primary::Embeddings(embeddings), _) => {
-                let payload = crate::collectives::Payload::Float(embeddings.clone().into_primitive().tensor());
-                Primary::Embeddings(shard_payload(&payload, 1, primary_ranges, 0.0))
-            }
-            (_, ids) => {
-                let ids = ids.as_ref().map(|ids| ids.padded(padded_len, |_, _| pad_id).select(primary_ranges));
-                Primary::Ids(ids.map(|ids| Tensor::from_data(ids.into_data(), device)))
-            }
-        };
-        let labels = checked
-            .labels
-            .as_ref()
-            .map(|labels| labels.padded(padded_len, |_, _| IGNORED_LABEL).select(ranges));
-        let positions = match &checked.positions {
-            #[allow(clippy::cast_possible_wrap)]
-            Some(positions) => positions.padded(padded_len, |last, i| last + 1 + i as i64),
-            None => document_positions(documents),
-        };
-        let padding: Vec<bool> = (0..batch_size)
-            .flat_map(|row| {
-                let mask = documents.padding_mask(row);
-                ranges.iter().cloned().flatten().map(move |token| mask[token]).collect::<Vec<_>>()
-            })
-            .collect();
-        let local_len = layout.local_len(self.cp.rank());
-        let placeholders = |all: &Option<super::media::Placeholders>| match all {
-            Some(all) => all.select(ranges),
-            None => LocalPlaceholders::none(batch_size, local_len),
-        };
-        let streams = batch.streams.iter().filter_map(|(name, stream)| {
-            let declared = self.config.streams.iter().find(|declared| declared.name == *name)?;
-            let PadRule::Value(fill) = declared.pad;
-            Some((name.clone(), shard_payload(&stream.0, declared.dim, ranges, fill)))
-        });
-        let deepstack_rows = placeholders(&checked.deepstack);
-        LocalStreams {
-            primary,
-            labels: labels.map(|labels| labels.values),
-            positions: Tensor::from_data(positions.select(ranges).into_data(), device),
-            padding: TensorData::new(padding, [batch_size, local_len]),
-            media_rows: placeholders(&checked.media),
-            deepstack: batch
-                .deepstack
-                .iter()
-                .flat_map(|(_, layers)| layers)
-                .map(|layer| deepstack_rows.scatter(layer.clone()))
-                .collect(),
-            streams: streams.collect(),
-            device: device.clone(),
-        }
-    }
-}
-
-fn document_positions(documents: &crate::layout::Documents) -> HostInts {
-    let (batch, seq) = (documents.batch_size(), documents.seq_len());
-    #[allow(clippy::cast_possible_wrap)]
-    let values = (0..batch).flat_map(|row| documents.positions(row)).map(|position| position as i64).collect();
-    HostInts { values, shape: vec![1, batch, seq] }
 }
 
 /// Hash of what the ranks of a group must hold alike, besides documents and layout.
 fn digest<B: Backend>(batch: &SequenceBatch<B>, checked: &CheckedBatch) -> [u8; 32] {
     let mut hash = Sha256::new();
-    for (name, ints) in [("ids", &checked.ids), ("labels", &checked.labels), ("positions", &checked.positions)] {
+    for (name, ints) in [
+        ("ids", &checked.ids),
+        ("labels", &checked.labels),
+        ("positions", &checked.positions),
+    ] {
         hash.update(name);
         if let Some(ints) = ints {
             hash.update((ints.values.len() as u64).to_le_bytes());
@@ -202,11 +140,17 @@ fn digest<B: Backend>(batch: &SequenceBatch<B>, checked: &CheckedBatch) -> [u8; 
         }
     }
     for media in &batch.media {
-        hash.update(format!("{} {:?} {}", media.name, media.grids, media.spatial_merge_size));
+        hash.update(format!(
+            "{} {:?} {}",
+            media.name, media.grids, media.spatial_merge_size
+        ));
     }
     for (name, placeholders) in [("media", &checked.media), ("deepstack", &checked.deepstack)] {
         hash.update(name);
-        for row in placeholders.iter().flat_map(super::media::Placeholders::rows) {
+        for row in placeholders
+            .iter()
+            .flat_map(super::media::Placeholders::rows)
+        {
             hash.update(row.map_or(u64::MAX, |row| row as u64).to_le_bytes());
         }
     }

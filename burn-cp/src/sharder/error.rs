@@ -1,8 +1,8 @@
 //! What can go wrong in a step.
 
 use crate::{
-    attention::PrepareError, batch::BatchError, comm::CommError, layout::LayoutError, plan::PlanError,
-    vision::VisionError,
+    attention::PrepareError, batch::BatchError, comm::CommError, layout::LayoutError,
+    plan::PlanError, vision::VisionError,
 };
 
 /// Why a batch could not be sharded, or a step not be run.

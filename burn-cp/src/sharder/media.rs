@@ -16,16 +16,34 @@ pub(super) struct Placeholders {
 
 impl Placeholders {
     pub(super) fn none(size: [usize; 2]) -> Self {
-        Self { size, rows: vec![None; size[0] * size[1]], num_rows: 0 }
+        Self {
+            size,
+            rows: vec![None; size[0] * size[1]],
+            num_rows: 0,
+        }
     }
 
     /// Gives the marked tokens, in order, the next `embeddings` feature rows.
-    pub(super) fn mark(&mut self, what: &str, mask: &[bool], embeddings: usize) -> Result<(), BatchError> {
+    pub(super) fn mark(
+        &mut self,
+        what: &str,
+        mask: &[bool],
+        embeddings: usize,
+    ) -> Result<(), BatchError> {
         let placeholders = mask.iter().filter(|marked| **marked).count();
         if placeholders != embeddings {
-            return Err(BatchError::Placeholders { what: what.to_owned(), placeholders, embeddings });
+            return Err(BatchError::Placeholders {
+                what: what.to_owned(),
+                placeholders,
+                embeddings,
+            });
         }
-        for (row, _) in self.rows.iter_mut().zip(mask).filter(|(_, marked)| **marked) {
+        for (row, _) in self
+            .rows
+            .iter_mut()
+            .zip(mask)
+            .filter(|(_, marked)| **marked)
+        {
             *row = Some(self.num_rows);
             self.num_rows += 1;
         }
@@ -43,10 +61,18 @@ impl Placeholders {
         let mut rows = Vec::new();
         for row in 0..batch {
             for token in ranges.iter().cloned().flatten() {
-                rows.push(if token < seq { self.rows[row * seq + token] } else { None });
+                rows.push(if token < seq {
+                    self.rows[row * seq + token]
+                } else {
+                    None
+                });
             }
         }
-        LocalPlaceholders { batch, rows, num_rows: self.num_rows }
+        LocalPlaceholders {
+            batch,
+            rows,
+            num_rows: self.num_rows,
+        }
     }
 }
 
@@ -61,7 +87,11 @@ pub(super) struct LocalPlaceholders {
 impl LocalPlaceholders {
     /// No placeholder among `batch · tokens` tokens.
     pub(super) fn none(batch: usize, tokens: usize) -> Self {
-        Self { batch, rows: vec![None; batch * tokens], num_rows: 0 }
+        Self {
+            batch,
+            rows: vec![None; batch * tokens],
+            num_rows: 0,
+        }
     }
 
     /// Bool `[batch, local_tokens]`.
@@ -74,15 +104,24 @@ impl LocalPlaceholders {
     /// Feature rows `[num_rows, width]` at the tokens that they replace, zeros elsewhere: `[batch, local_tokens, width]`.
     pub(super) fn scatter<B: Backend>(&self, features: Tensor<B, 2>) -> Tensor<B, 3> {
         let [num_rows, width] = features.dims();
-        assert_eq!(num_rows, self.num_rows, "scatter_media: one feature row per placeholder of the batch");
+        assert_eq!(
+            num_rows, self.num_rows,
+            "scatter_media: one feature row per placeholder of the batch"
+        );
         let device = features.device();
         // Tokens without a feature take a row of zeros at the end; a rank without media thus stays on the tower's graph.
         let zero = Tensor::zeros([1, width], (&device, features.dtype()));
         let with_zero = Tensor::cat(vec![features, zero], 0);
         #[allow(clippy::cast_possible_wrap)]
-        let index: Vec<i64> = self.rows.iter().map(|row| row.unwrap_or(num_rows) as i64).collect();
+        let index: Vec<i64> = self
+            .rows
+            .iter()
+            .map(|row| row.unwrap_or(num_rows) as i64)
+            .collect();
         let num_tokens = index.len();
         let index = Tensor::<B, 1, Int>::from_data(TensorData::new(index, [num_tokens]), &device);
-        with_zero.select(0, index).reshape([self.batch, num_tokens / self.batch, width])
+        with_zero
+            .select(0, index)
+            .reshape([self.batch, num_tokens / self.batch, width])
     }
 }

@@ -7,14 +7,15 @@
 mod check;
 mod config;
 mod context;
+mod cut;
 mod error;
 mod media;
 mod step;
 mod verbs;
 
+pub use check::IGNORED_LABEL;
 pub use config::{ContextParallelConfig, PrimaryStream};
 pub use context::ContextParallel;
 pub use error::StepError;
 pub use step::CpStep;
-pub use check::IGNORED_LABEL;
 pub use verbs::Extent;

@@ -15,7 +15,7 @@ use crate::{
     comm::ProcessGroup,
     layout::{Documents, TokenLayout},
     plan::{AttentionPlan, MaskKind},
-    vision::{FrameShares, FrameSharded, VisionFeatures, VisionTower},
+    vision::{FrameSharded, FrameShares, VisionFeatures, VisionTower},
 };
 
 /// The primary stream as the model is given it.
@@ -35,7 +35,11 @@ pub(super) struct StepMedia<B: Backend> {
 
 impl<B: Backend> StepMedia<B> {
     pub(super) fn new(media: &Media<B>) -> Self {
-        Self { pixels: media.pixels.clone(), grids: media.grids.clone(), merge: media.spatial_merge_size }
+        Self {
+            pixels: media.pixels.clone(),
+            grids: media.grids.clone(),
+            merge: media.spatial_merge_size,
+        }
     }
 }
 
@@ -75,7 +79,9 @@ pub struct CpStep<B: Backend> {
 
 impl<B: Backend> Clone for CpStep<B> {
     fn clone(&self) -> Self {
-        Self { inner: self.inner.clone() }
+        Self {
+            inner: self.inner.clone(),
+        }
     }
 }
 
@@ -88,7 +94,19 @@ impl<B: ContextParallelBackend> CpStep<B> {
         media: Vec<StepMedia<B>>,
     ) -> Result<Self, StepError> {
         let prepared = Mutex::default();
-        Ok(Self { inner: Arc::new(Inner { config, cp, loss, documents, layout, size, local, media, prepared }) })
+        Ok(Self {
+            inner: Arc::new(Inner {
+                config,
+                cp,
+                loss,
+                documents,
+                layout,
+                size,
+                local,
+                media,
+                prepared,
+            }),
+        })
     }
 
     /// Rows of the batch.
@@ -138,7 +156,10 @@ impl<B: ContextParallelBackend> CpStep<B> {
     pub fn ids(&self) -> Result<Tensor<B, 2, Int>, StepError> {
         match &self.inner.local.primary {
             Primary::Ids(Some(ids)) => Ok(ids.clone()),
-            _ => Err(StepError::Missing { what: "ids".into(), available: "embeddings".into() }),
+            _ => Err(StepError::Missing {
+                what: "ids".into(),
+                available: "embeddings".into(),
+            }),
         }
     }
 
@@ -148,10 +169,13 @@ impl<B: ContextParallelBackend> CpStep<B> {
     /// The batch carries ids.
     pub fn embeddings(&self) -> Result<Tensor<B, 3>, StepError> {
         match &self.inner.local.primary {
-            Primary::Embeddings(Payload::Float(tensor)) => {
-                Ok(Tensor::from_primitive(TensorPrimitive::Float(tensor.clone())))
-            }
-            _ => Err(StepError::Missing { what: "embeddings".into(), available: "ids".into() }),
+            Primary::Embeddings(Payload::Float(tensor)) => Ok(Tensor::from_primitive(
+                TensorPrimitive::Float(tensor.clone()),
+            )),
+            _ => Err(StepError::Missing {
+                what: "embeddings".into(),
+                available: "ids".into(),
+            }),
         }
     }
 
@@ -177,7 +201,10 @@ impl<B: ContextParallelBackend> CpStep<B> {
     ///
     /// # Panics
     /// It has another kind of element, or another number of dims.
-    pub fn stream<const D: usize, K: CollectiveElement<B>>(&self, name: &str) -> Result<Tensor<B, D, K>, StepError> {
+    pub fn stream<const D: usize, K: CollectiveElement<B>>(
+        &self,
+        name: &str,
+    ) -> Result<Tensor<B, D, K>, StepError> {
         match self.inner.local.streams.get(name) {
             Some(payload) => Ok(K::from_payload(payload.clone())),
             None => Err(StepError::Missing {
@@ -211,13 +238,19 @@ impl<B: ContextParallelBackend> CpStep<B> {
     ///
     /// # Errors
     /// The tower has another merge size than the media, or it fails on any rank.
-    pub fn encode_media<V: VisionTower<B>>(&self, tower: &V) -> Result<Option<VisionFeatures<B>>, StepError> {
+    pub fn encode_media<V: VisionTower<B>>(
+        &self,
+        tower: &V,
+    ) -> Result<Option<VisionFeatures<B>>, StepError> {
         let grids = self.media_grids();
         if grids.is_empty() {
             return Ok(None);
         }
         let media = &self.inner.media;
-        if let Some(other) = media.iter().find(|media| media.merge != tower.spatial_merge_size()) {
+        if let Some(other) = media
+            .iter()
+            .find(|media| media.merge != tower.spatial_merge_size())
+        {
             return Err(StepError::Invalid {
                 what: "spatial_merge_size of the batch's media".into(),
                 expected: tower.spatial_merge_size().to_string(),
@@ -225,7 +258,11 @@ impl<B: ContextParallelBackend> CpStep<B> {
             });
         }
         let pixels: Vec<_> = media.iter().map(|media| media.pixels.clone()).collect();
-        let pixels = if pixels.len() == 1 { pixels[0].clone() } else { Tensor::cat(pixels, 0) };
+        let pixels = if pixels.len() == 1 {
+            pixels[0].clone()
+        } else {
+            Tensor::cat(pixels, 0)
+        };
         Ok(Some(self.frame_sharded(tower).forward(pixels, &grids)?))
     }
 
@@ -242,7 +279,11 @@ impl<B: ContextParallelBackend> CpStep<B> {
     }
 
     fn media_grids(&self) -> Vec<[usize; 3]> {
-        self.inner.media.iter().flat_map(|media| media.grids.iter().copied()).collect()
+        self.inner
+            .media
+            .iter()
+            .flat_map(|media| media.grids.iter().copied())
+            .collect()
     }
 
     /// The plan of attention under a mask: who computes what, and which tokens move. Made once per mask and step.
@@ -254,12 +295,23 @@ impl<B: ContextParallelBackend> CpStep<B> {
     }
 
     pub(crate) fn prepared(&self, mask: MaskKind) -> Result<Arc<PreparedAttention>, StepError> {
-        let mut made = self.inner.prepared.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut made = self
+            .inner
+            .prepared
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         if let Some(prepared) = made.get(&mask) {
             return Ok(prepared.clone());
         }
-        let plan = AttentionPlan::new(self.inner.documents.clone(), self.inner.layout.clone(), mask)?;
-        let prepared = Arc::new(PreparedAttention::new(Arc::new(plan), self.inner.cp.rank())?);
+        let plan = AttentionPlan::new(
+            self.inner.documents.clone(),
+            self.inner.layout.clone(),
+            mask,
+        )?;
+        let prepared = Arc::new(PreparedAttention::new(
+            Arc::new(plan),
+            self.inner.cp.rank(),
+        )?);
         made.insert(mask, prepared.clone());
         Ok(prepared)
     }
@@ -290,7 +342,14 @@ impl<B: ContextParallelBackend> CpStep<B> {
     /// # Panics
     /// The documents cannot be planned under this mask: numbers past 64 bits.
     pub fn attention_call(&self, options: &AttentionOptions) -> AttentionCall {
-        let prepared = self.prepared(options.mask).unwrap_or_else(|error| panic!("attention: {error}"));
-        AttentionCall::new(prepared, self.inner.cp.clone(), self.inner.config.exchange, options)
+        let prepared = self
+            .prepared(options.mask)
+            .unwrap_or_else(|error| panic!("attention: {error}"));
+        AttentionCall::new(
+            prepared,
+            self.inner.cp.clone(),
+            self.inner.config.exchange,
+            options,
+        )
     }
 }

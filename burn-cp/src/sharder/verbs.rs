@@ -45,7 +45,12 @@ impl<B: ContextParallelBackend> CpStep<B> {
             padded - len
         );
         let ranges = self.layout().ranges(self.group().rank());
-        K::from_payload(shard_payload(&K::into_payload(tensor), dim, ranges, fill.unwrap_or_default()))
+        K::from_payload(shard_payload(
+            &K::into_payload(tensor),
+            dim,
+            ranges,
+            fill.unwrap_or_default(),
+        ))
     }
 
     /// The whole tensor of every rank's tokens, in sequence order: `[.., local_tokens, ..]` -> `[.., seq, ..]` along `dim`.
@@ -63,8 +68,14 @@ impl<B: ContextParallelBackend> CpStep<B> {
     ) -> Tensor<B, D, K> {
         let layout = self.layout();
         let len = tensor.shape()[dim];
-        assert_eq!(len, self.local_len(), "gather_tokens: tokens of this rank in dim {dim}");
-        let sizes: Vec<usize> = (0..layout.world_size()).map(|rank| layout.local_len(rank)).collect();
+        assert_eq!(
+            len,
+            self.local_len(),
+            "gather_tokens: tokens of this rank in dim {dim}"
+        );
+        let sizes: Vec<usize> = (0..layout.world_size())
+            .map(|rank| layout.local_len(rank))
+            .collect();
         let gathered = K::into_payload(all_gather_sized(tensor, dim, &sizes, self.group()));
         let mut runs = Vec::new();
         for rank in 0..layout.world_size() {
@@ -75,7 +86,10 @@ impl<B: ContextParallelBackend> CpStep<B> {
             }
         }
         runs.sort_unstable_by_key(|(start, _)| *start);
-        let parts = runs.iter().map(|(_, run)| gathered.rows(dim, run)).collect();
+        let parts = runs
+            .iter()
+            .map(|(_, run)| gathered.rows(dim, run))
+            .collect();
         let whole = Payload::concat(parts, dim, &gathered);
         K::from_payload(match extent {
             Extent::Input => whole.rows(dim, &(0..self.input_len())),

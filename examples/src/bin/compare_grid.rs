@@ -39,12 +39,25 @@ fn main() -> ExitCode {
         let fault = result.fault();
         num_faults += usize::from(fault.is_some());
         let verdict = fault.map_or_else(String::new, |fault| format!("  WRONG: {fault}"));
-        println!("{:<62} {:>8.1e} {:>8.1e}{verdict}", result.case.name(), result.loss, result.gradient);
+        println!(
+            "{:<62} {:>8.1e} {:>8.1e}{verdict}",
+            result.case.name(),
+            result.loss,
+            result.gradient
+        );
     });
     if let Err(error) = outcome {
         eprintln!("error: {error}");
         return ExitCode::FAILURE;
     }
-    println!("{} cases, {num_faults} wrong, {:.0} s", cases.len(), start.elapsed().as_secs_f64());
-    if num_faults == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    println!(
+        "{} cases, {num_faults} wrong, {:.0} s",
+        cases.len(),
+        start.elapsed().as_secs_f64()
+    );
+    if num_faults == 0 {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    }
 }

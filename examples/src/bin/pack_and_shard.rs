@@ -62,22 +62,37 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     config.validate()?;
     let pack = config.packs(Split::HeldOut)?.pack(args.pack);
     show_pack(&pack);
-    let documents = Documents::from_lengths(std::slice::from_ref(&pack.document_lengths), args.tokens)?;
+    let documents =
+        Documents::from_lengths(std::slice::from_ref(&pack.document_lengths), args.tokens)?;
     let sharding = config.context_parallel();
     let layout = sharding.layout.layout(&documents, args.ranks)?;
     let documents = Arc::new(documents.padded_to(layout.seq_len())?);
-    let mask = MaskKind::Causal { window: args.window };
+    let mask = MaskKind::Causal {
+        window: args.window,
+    };
     let plan = AttentionPlan::new(documents, Arc::new(layout), mask)?;
     show_plan(&plan, &config)?;
     show_frames(&pack, &config)
 }
 
 fn show_pack(pack: &Pack) {
-    println!("{} documents, {} real tokens of {}", pack.document_lengths.len(), pack.num_real_tokens(), pack.num_tokens());
+    println!(
+        "{} documents, {} real tokens of {}",
+        pack.document_lengths.len(),
+        pack.num_real_tokens(),
+        pack.num_tokens()
+    );
     let mut start = 0;
     for (i, len) in pack.document_lengths.iter().enumerate() {
-        let text: Vec<String> = pack.ids[start..start + len].iter().map(|&id| vocabulary::name(id)).collect();
-        println!("  document {i}: tokens {}: {}", range(&(start..start + len)), shortened(&text));
+        let text: Vec<String> = pack.ids[start..start + len]
+            .iter()
+            .map(|&id| vocabulary::name(id))
+            .collect();
+        println!(
+            "  document {i}: tokens {}: {}",
+            range(&(start..start + len)),
+            shortened(&text)
+        );
         start += len;
     }
 }
@@ -91,8 +106,16 @@ fn shortened(tokens: &[String]) -> String {
             _ => runs.push((token.clone(), 1)),
         }
     }
-    let mut words: Vec<String> =
-        runs.into_iter().map(|(token, count)| if count > 1 { format!("{token}*{count}") } else { token }).collect();
+    let mut words: Vec<String> = runs
+        .into_iter()
+        .map(|(token, count)| {
+            if count > 1 {
+                format!("{token}*{count}")
+            } else {
+                token
+            }
+        })
+        .collect();
     if words.len() > 24 {
         let tail = words.split_off(words.len() - 10);
         words.truncate(12);
@@ -104,9 +127,18 @@ fn shortened(tokens: &[String]) -> String {
 
 fn show_plan(plan: &AttentionPlan, config: &TrainConfig) -> Result<(), Box<dyn Error>> {
     let text = config.model().text_config;
-    let shape = KvShape { num_kv_heads: text.num_kv_heads(), head_dim: text.head_dim, bytes_per_element: 4 };
+    let shape = KvShape {
+        num_kv_heads: text.num_kv_heads(),
+        head_dim: text.head_dim,
+        bytes_per_element: 4,
+    };
     let strategy = config.context_parallel().exchange;
-    println!("\nlayout: {} tokens over {} ranks; plan {}", plan.layout().seq_len(), plan.world_size(), &plan.hash_hex()[..16]);
+    println!(
+        "\nlayout: {} tokens over {} ranks; plan {}",
+        plan.layout().seq_len(),
+        plan.world_size(),
+        &plan.hash_hex()[..16]
+    );
     for (rank, ours) in plan.ranks().iter().enumerate() {
         let owned: Vec<String> = plan.layout().ranges(rank).iter().map(range).collect();
         let bytes = plan.exchange_bytes(strategy, &shape, rank);
@@ -129,10 +161,14 @@ fn show_plan(plan: &AttentionPlan, config: &TrainConfig) -> Result<(), Box<dyn E
             );
         }
     }
-    println!("\nK/V tokens that travel, from row to column (balance of work {:.2}):", plan.balance());
+    println!(
+        "\nK/V tokens that travel, from row to column (balance of work {:.2}):",
+        plan.balance()
+    );
     for source in 0..plan.world_size() {
-        let row: Vec<String> =
-            (0..plan.world_size()).map(|to| format!("{:>6}", plan.num_transferred(source, to))).collect();
+        let row: Vec<String> = (0..plan.world_size())
+            .map(|to| format!("{:>6}", plan.num_transferred(source, to)))
+            .collect();
         println!("  rank {source}: {}", row.join(""));
     }
     Ok(())
@@ -143,7 +179,13 @@ fn show_frames(pack: &Pack, config: &TrainConfig) -> Result<(), Box<dyn Error>> 
     let grids: Vec<[usize; 3]> = pack.media.iter().map(|media| media.grid).collect();
     let alpha = 3 * vision.hidden_size as u64;
     let merge = vision.spatial_merge_size;
-    let shares = plan_frames(&grids, merge, config.ranks, alpha, &VisionShardingConfig::always())?;
+    let shares = plan_frames(
+        &grids,
+        merge,
+        config.ranks,
+        alpha,
+        &VisionShardingConfig::always(),
+    )?;
     println!("\n{} images and videos", grids.len());
     for (rank, share) in shares.shares().iter().enumerate() {
         println!(
@@ -151,7 +193,11 @@ fn show_frames(pack: &Pack, config: &TrainConfig) -> Result<(), Box<dyn Error>> 
             range(&share.frames),
             range(&share.pixel_rows),
             share.num_tokens,
-            if share.is_dummy() { " (a dummy frame)" } else { "" }
+            if share.is_dummy() {
+                " (a dummy frame)"
+            } else {
+                ""
+            }
         );
     }
     Ok(())

@@ -19,13 +19,26 @@ pub fn to_batch<B: Backend>(
 ) -> Result<SequenceBatch<B>, LayoutError> {
     let rows = packs.len();
     let tokens = packs.first().map_or(0, Pack::num_tokens);
-    let ids: Vec<i64> = packs.iter().flat_map(|pack| pack.ids.iter().copied()).collect();
-    let labels: Vec<i64> = packs.iter().flat_map(|pack| pack.labels.iter().copied()).collect();
+    let ids: Vec<i64> = packs
+        .iter()
+        .flat_map(|pack| pack.ids.iter().copied())
+        .collect();
+    let labels: Vec<i64> = packs
+        .iter()
+        .flat_map(|pack| pack.labels.iter().copied())
+        .collect();
     let positions: Vec<i64> = (0..3)
-        .flat_map(|axis| packs.iter().flat_map(move |pack| &pack.positions[axis * tokens..(axis + 1) * tokens]))
+        .flat_map(|axis| {
+            packs
+                .iter()
+                .flat_map(move |pack| &pack.positions[axis * tokens..(axis + 1) * tokens])
+        })
         .copied()
         .collect();
-    let lengths: Vec<Vec<usize>> = packs.iter().map(|pack| pack.document_lengths.clone()).collect();
+    let lengths: Vec<Vec<usize>> = packs
+        .iter()
+        .map(|pack| pack.document_lengths.clone())
+        .collect();
     let documents = Documents::from_lengths(&lengths, tokens)?;
     let mut batch = SequenceBatch::from_ids(TensorData::new(ids, [rows, tokens]))
         .with_labels(TensorData::new(labels, [rows, tokens]))

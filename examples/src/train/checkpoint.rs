@@ -97,7 +97,11 @@ pub struct TrainState {
 impl TrainState {
     /// The state of a run that has done nothing yet.
     pub fn new(config: &TrainConfig) -> Self {
-        Self { step: 0, losses: Vec::new(), config: config.clone() }
+        Self {
+            step: 0,
+            losses: Vec::new(),
+            config: config.clone(),
+        }
     }
 
     /// Counts a step.
@@ -136,7 +140,12 @@ impl Checkpoints {
     ///
     /// # Errors
     /// The file system refused, or the weights cannot be recorded.
-    pub(super) fn save<B, M, O>(&self, model: &M, optimizer: &O, state: &TrainState) -> Result<(), CheckpointError>
+    pub(super) fn save<B, M, O>(
+        &self,
+        model: &M,
+        optimizer: &O,
+        state: &TrainState,
+    ) -> Result<(), CheckpointError>
     where
         B: AutodiffBackend,
         M: AutodiffModule<B>,
@@ -144,7 +153,10 @@ impl Checkpoints {
     {
         let name = format!("step-{:08}", state.step);
         let partial = self.folder.join(format!(".{name}.partial"));
-        let record = |reason: String| CheckpointError::Record { path: partial.display().to_string(), reason };
+        let record = |reason: String| CheckpointError::Record {
+            path: partial.display().to_string(),
+            reason,
+        };
         let model = Recorder::<B>::record(&recorder(), model.clone().into_record(), ())
             .map_err(|error| record(error.to_string()))?;
         let optimizer = Recorder::<B>::record(&recorder(), optimizer.to_record(), ())
@@ -156,12 +168,17 @@ impl Checkpoints {
             optimizer_sha256: sha256(&optimizer),
             state: state.clone(),
         };
-        let manifest = serde_json::to_vec_pretty(&manifest).map_err(|error| record(error.to_string()))?;
+        let manifest =
+            serde_json::to_vec_pretty(&manifest).map_err(|error| record(error.to_string()))?;
         if partial.exists() {
             fs::remove_dir_all(&partial).map_err(io_error(&partial))?;
         }
         fs::create_dir_all(&partial).map_err(io_error(&partial))?;
-        for (file, bytes) in [("model.mpk", &model), ("optimizer.mpk", &optimizer), ("state.json", &manifest)] {
+        for (file, bytes) in [
+            ("model.mpk", &model),
+            ("optimizer.mpk", &optimizer),
+            ("state.json", &manifest),
+        ] {
             write_synced(&partial.join(file), bytes)?;
         }
         let target = self.folder.join(&name);
@@ -184,7 +201,11 @@ impl Checkpoints {
         };
         let mut names = Vec::new();
         for entry in entries {
-            let name = entry.map_err(io_error(&self.folder))?.file_name().to_string_lossy().into_owned();
+            let name = entry
+                .map_err(io_error(&self.folder))?
+                .file_name()
+                .to_string_lossy()
+                .into_owned();
             if name.starts_with("step-") {
                 names.push(name);
             }
@@ -200,7 +221,10 @@ impl Checkpoints {
     pub(super) fn latest(&self, config: &TrainConfig) -> Result<TrainState, CheckpointError> {
         let (folder, manifest) = self.manifest()?;
         check_same_run(&folder.join("state.json"), &manifest.state.config, config)?;
-        for (file, hash) in [("model.mpk", &manifest.model_sha256), ("optimizer.mpk", &manifest.optimizer_sha256)] {
+        for (file, hash) in [
+            ("model.mpk", &manifest.model_sha256),
+            ("optimizer.mpk", &manifest.optimizer_sha256),
+        ] {
             read_checked(&folder.join(file), hash)?;
         }
         Ok(manifest.state)
@@ -208,7 +232,9 @@ impl Checkpoints {
 
     fn manifest(&self) -> Result<(PathBuf, Manifest), CheckpointError> {
         let Some(name) = self.names()?.pop() else {
-            return Err(CheckpointError::Missing { path: self.folder.display().to_string() });
+            return Err(CheckpointError::Missing {
+                path: self.folder.display().to_string(),
+            });
         };
         let folder = self.folder.join(name);
         let path = folder.join("state.json");
@@ -218,9 +244,13 @@ impl Checkpoints {
             expected: format!("a {FORMAT}, version {VERSION}"),
             got,
         };
-        let manifest: Manifest = serde_json::from_slice(&text).map_err(|error| foreign(error.to_string()))?;
+        let manifest: Manifest =
+            serde_json::from_slice(&text).map_err(|error| foreign(error.to_string()))?;
         if (manifest.format.as_str(), manifest.version) != (FORMAT, VERSION) {
-            return Err(foreign(format!("{}, version {}", manifest.format, manifest.version)));
+            return Err(foreign(format!(
+                "{}, version {}",
+                manifest.format, manifest.version
+            )));
         }
         Ok((folder, manifest))
     }
@@ -247,18 +277,27 @@ impl Checkpoints {
         let bytes = read_checked(&path, &manifest.model_sha256)?;
         let record = |path: &Path| {
             let path = path.display().to_string();
-            move |error: burn::record::RecorderError| CheckpointError::Record { path, reason: error.to_string() }
+            move |error: burn::record::RecorderError| CheckpointError::Record {
+                path,
+                reason: error.to_string(),
+            }
         };
-        let model = model.load_record(Recorder::<B>::load(&recorder(), bytes, device).map_err(record(&path))?);
+        let model = model
+            .load_record(Recorder::<B>::load(&recorder(), bytes, device).map_err(record(&path))?);
         let path = folder.join("optimizer.mpk");
         let bytes = read_checked(&path, &manifest.optimizer_sha256)?;
-        let optimizer = optimizer.load_record(Recorder::<B>::load(&recorder(), bytes, device).map_err(record(&path))?);
+        let optimizer = optimizer
+            .load_record(Recorder::<B>::load(&recorder(), bytes, device).map_err(record(&path))?);
         Ok((model, optimizer, manifest.state))
     }
 }
 
 /// Continuing changes nothing that decides what is trained; only how long, and how it is computed, may differ.
-fn check_same_run(path: &Path, old: &TrainConfig, new: &TrainConfig) -> Result<(), CheckpointError> {
+fn check_same_run(
+    path: &Path,
+    old: &TrainConfig,
+    new: &TrainConfig,
+) -> Result<(), CheckpointError> {
     // The learning rate follows from the number of steps, so that one belongs to the run too.
     let neutral = |config: &TrainConfig| {
         let fresh = TrainConfig::default();
@@ -288,7 +327,10 @@ fn check_same_run(path: &Path, old: &TrainConfig, new: &TrainConfig) -> Result<(
 }
 
 fn sha256(bytes: &[u8]) -> String {
-    Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
+    Sha256::digest(bytes)
+        .iter()
+        .map(|byte| format!("{byte:02x}"))
+        .collect()
 }
 
 fn read_checked(path: &Path, expected: &str) -> Result<Vec<u8>, CheckpointError> {
@@ -307,7 +349,9 @@ fn read_checked(path: &Path, expected: &str) -> Result<Vec<u8>, CheckpointError>
 fn write_synced(path: &Path, bytes: &[u8]) -> Result<(), CheckpointError> {
     use io::Write;
     let mut file = fs::File::create(path).map_err(io_error(path))?;
-    file.write_all(bytes).and_then(|()| file.sync_all()).map_err(io_error(path))
+    file.write_all(bytes)
+        .and_then(|()| file.sync_all())
+        .map_err(io_error(path))
 }
 
 fn io_error(path: &Path) -> impl FnOnce(io::Error) -> CheckpointError {

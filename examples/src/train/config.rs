@@ -176,8 +176,12 @@ impl TrainConfig {
         if self.ranks == 0 {
             return Err(field("ranks", "at least 1", 0));
         }
-        if self.dp == 0 || self.ranks % self.dp != 0 {
-            return Err(field("dp", &format!("a divisor of ranks = {}", self.ranks), self.dp));
+        if self.dp == 0 || !self.ranks.is_multiple_of(self.dp) {
+            return Err(field(
+                "dp",
+                &format!("a divisor of ranks = {}", self.ranks),
+                self.dp,
+            ));
         }
         let mesh = DeviceMesh::new([("dp", self.dp), ("cp", self.ranks / self.dp)])?;
         mesh.check_world(self.ranks)?;
@@ -235,7 +239,12 @@ impl TrainConfig {
     /// The same run on one rank: what `--compare` trains beside it.
     #[must_use]
     pub fn on_one_rank(&self) -> Self {
-        Self { ranks: 1, dp: 1, vision: Vision::Replicated, ..self.clone() }
+        Self {
+            ranks: 1,
+            dp: 1,
+            vision: Vision::Replicated,
+            ..self.clone()
+        }
     }
 
     /// Checks every field before anything is started or written.
@@ -244,7 +253,7 @@ impl TrainConfig {
     /// The first field that is out of range.
     pub fn validate(&self) -> Result<(), TrainConfigError> {
         self.mesh()?;
-        if self.packs_per_step == 0 || self.packs_per_step % self.dp != 0 {
+        if self.packs_per_step == 0 || !self.packs_per_step.is_multiple_of(self.dp) {
             let expected = format!("a multiple of dp = {}", self.dp);
             return Err(field("packs_per_step", &expected, self.packs_per_step));
         }
@@ -259,13 +268,20 @@ impl TrainConfig {
                 return Err(field(name, "at least 1", value));
             }
         }
-        for (name, value) in [("learning_rate", self.learning_rate), ("clip_norm", self.clip_norm)] {
+        for (name, value) in [
+            ("learning_rate", self.learning_rate),
+            ("clip_norm", self.clip_norm),
+        ] {
             if !(value.is_finite() && value > 0.0) {
                 return Err(field(name, "a positive number", value));
             }
         }
         if !(self.weight_decay.is_finite() && self.weight_decay >= 0.0) {
-            return Err(field("weight_decay", "a number of at least 0", self.weight_decay));
+            return Err(field(
+                "weight_decay",
+                "a number of at least 0",
+                self.weight_decay,
+            ));
         }
         if !(0.0..1.0).contains(&self.beta_2) {
             return Err(field("beta_2", "a number from 0 to below 1", self.beta_2));
@@ -277,7 +293,11 @@ impl TrainConfig {
 }
 
 fn field(field: &'static str, expected: &str, got: impl ToString) -> TrainConfigError {
-    TrainConfigError::Field { field, expected: expected.to_owned(), got: got.to_string() }
+    TrainConfigError::Field {
+        field,
+        expected: expected.to_owned(),
+        got: got.to_string(),
+    }
 }
 
 /// A configuration file that cannot be used.
@@ -315,21 +335,30 @@ pub enum ConfigFileError {
 /// It cannot be read, is of another kind, or has an unknown or wrong field, which is named with its path.
 pub fn load_config(path: &Path) -> Result<TrainConfig, ConfigFileError> {
     let shown = path.display().to_string();
-    let text = fs::read_to_string(path)
-        .map_err(|error| ConfigFileError::Read { path: shown.clone(), reason: error.to_string() })?;
-    let wrong = |field: String, reason: String| ConfigFileError::Field { path: shown.clone(), field, reason };
+    let text = fs::read_to_string(path).map_err(|error| ConfigFileError::Read {
+        path: shown.clone(),
+        reason: error.to_string(),
+    })?;
+    let wrong = |field: String, reason: String| ConfigFileError::Field {
+        path: shown.clone(),
+        field,
+        reason,
+    };
     match path.extension().and_then(|extension| extension.to_str()) {
         Some("toml") => {
             let parsed = toml::Deserializer::parse(&text)
                 .map_err(|error| wrong("the file's syntax".into(), error.to_string()))?;
-            serde_path_to_error::deserialize(parsed)
-                .map_err(|error| wrong(error.path().to_string(), error.inner().message().to_owned()))
+            serde_path_to_error::deserialize(parsed).map_err(|error| {
+                wrong(error.path().to_string(), error.inner().message().to_owned())
+            })
         }
         Some("json") => {
             let mut parsed = serde_json::Deserializer::from_str(&text);
             let config = serde_path_to_error::deserialize(&mut parsed)
                 .map_err(|error| wrong(error.path().to_string(), error.inner().to_string()))?;
-            parsed.end().map_err(|error| wrong("the file's end".into(), error.to_string()))?;
+            parsed
+                .end()
+                .map_err(|error| wrong("the file's end".into(), error.to_string()))?;
             Ok(config)
         }
         _ => Err(ConfigFileError::Kind { path: shown }),

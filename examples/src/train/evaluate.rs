@@ -49,7 +49,11 @@ pub fn evaluate<B: ContextParallelBackend, M: SequenceModel<B>>(
         let logits: Tensor<B, 3> = model.forward(&step)?;
         let choices = logits.argmax(2).into_data();
         let labels = step.labels().unwrap_or_default();
-        for (choice, &label) in choices.iter::<i64>().zip(labels).filter(|(_, label)| **label != IGNORED_LABEL) {
+        for (choice, &label) in choices
+            .iter::<i64>()
+            .zip(labels)
+            .filter(|(_, label)| **label != IGNORED_LABEL)
+        {
             score.num_asked += 1;
             score.num_right += u64::from(choice == label);
         }

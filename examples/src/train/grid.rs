@@ -1,13 +1,14 @@
 //! Every way of running one training, each against one rank.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{HashMap, HashSet, hash_map::Entry};
 
 use burn::backend::autodiff::checkpoint::strategy::BalancedCheckpointing;
 use burn::backend::{Autodiff, Flex};
 use burn_cp::launch::LaunchError;
 
 use super::{
-    Checkpointing, Exchange, Layout, ModelSize, Outcome, TrainConfig, Vision, max_rel_diff, max_rel_grad_diff, train,
+    Checkpointing, Exchange, Layout, ModelSize, Outcome, TrainConfig, Vision, max_rel_diff,
+    max_rel_grad_diff, train,
 };
 
 /// Largest relative difference of the loss from one rank's that a case may show, in `f32` over twenty steps.
@@ -48,7 +49,11 @@ impl Case {
             config.layout,
             config.exchange,
             config.vision,
-            if config.freeze_vision { "frozen" } else { "trained" },
+            if config.freeze_vision {
+                "frozen"
+            } else {
+                "trained"
+            },
             config.checkpointing
         )
     }
@@ -71,10 +76,16 @@ impl CaseResult {
     /// Why the case is not as it should be; `None` where it is.
     pub fn fault(&self) -> Option<String> {
         if self.loss.is_nan() || self.loss > LOSS_TOLERANCE {
-            return Some(format!("loss differs by {:.1e}, more than {LOSS_TOLERANCE:.0e}", self.loss));
+            return Some(format!(
+                "loss differs by {:.1e}, more than {LOSS_TOLERANCE:.0e}",
+                self.loss
+            ));
         }
         if self.gradient.is_nan() || self.gradient > GRADIENT_TOLERANCE {
-            return Some(format!("a gradient differs by {:.1e}, more than {GRADIENT_TOLERANCE:.0e}", self.gradient));
+            return Some(format!(
+                "a gradient differs by {:.1e}, more than {GRADIENT_TOLERANCE:.0e}",
+                self.gradient
+            ));
         }
         if self.case.config.vision == Vision::Sharded && self.frames.contains(&0) {
             return Some(format!("a rank encoded no frame: {:?}", self.frames));
@@ -100,8 +111,18 @@ pub fn full(steps: u64) -> Vec<Case> {
                             let size = ModelSize::Tiny;
                             let base = TrainConfig::default();
                             let config = TrainConfig {
-                                ranks, dp, layout, exchange, vision, freeze_vision, checkpointing, steps, size,
-                                tokens: 256, heldout_packs: 1, ..base
+                                ranks,
+                                dp,
+                                layout,
+                                exchange,
+                                vision,
+                                freeze_vision,
+                                checkpointing,
+                                steps,
+                                size,
+                                tokens: 256,
+                                heldout_packs: 1,
+                                ..base
                             };
                             cases.push(Case { config });
                         }
@@ -129,9 +150,16 @@ pub fn pairwise(steps: u64) -> Vec<Case> {
     let mut open: HashSet<_> = cases.iter().flat_map(pairs).collect();
     let mut chosen = Vec::new();
     while !open.is_empty() {
-        let gain = |case: &&Case| pairs(case).iter().filter(|pair| open.contains(pair)).count();
+        let gain = |case: &&Case| {
+            pairs(case)
+                .iter()
+                .filter(|pair| open.contains(pair))
+                .count()
+        };
         // The last of equals, so that the choice does not depend on hashing.
-        let Some(best) = cases.iter().max_by_key(gain) else { break };
+        let Some(best) = cases.iter().max_by_key(gain) else {
+            break;
+        };
         for pair in pairs(best) {
             open.remove(&pair);
         }
@@ -144,17 +172,23 @@ pub fn pairwise(steps: u64) -> Vec<Case> {
 ///
 /// # Errors
 /// The first failure of a world.
-pub fn run_cases(cases: &[Case], mut seen: impl FnMut(&CaseResult)) -> Result<Vec<CaseResult>, LaunchError> {
+pub fn run_cases(
+    cases: &[Case],
+    mut seen: impl FnMut(&CaseResult),
+) -> Result<Vec<CaseResult>, LaunchError> {
     // What one rank does depends on these two alone.
     let mut references: HashMap<(bool, usize), Outcome> = HashMap::new();
     let mut results = Vec::with_capacity(cases.len());
     for case in cases {
-        let key = (case.config.freeze_vision, case.config.checkpointing as usize);
-        if !references.contains_key(&key) {
-            references.insert(key, train_one(&case.config.on_one_rank())?);
-        }
+        let key = (
+            case.config.freeze_vision,
+            case.config.checkpointing as usize,
+        );
+        let reference = match references.entry(key) {
+            Entry::Occupied(reference) => reference.into_mut(),
+            Entry::Vacant(slot) => slot.insert(train_one(&case.config.on_one_rank())?),
+        };
         let outcome = train_one(&case.config)?;
-        let reference = &references[&key];
         let empty = Vec::new();
         let result = CaseResult {
             case: case.clone(),
@@ -175,7 +209,9 @@ pub fn run_cases(cases: &[Case], mut seen: impl FnMut(&CaseResult)) -> Result<Ve
 fn train_one(config: &TrainConfig) -> Result<Outcome, LaunchError> {
     match config.checkpointing {
         Checkpointing::None => train::<Autodiff<Flex>>(config, None, false, true),
-        Checkpointing::Balanced => train::<Autodiff<Flex, BalancedCheckpointing>>(config, None, false, true),
+        Checkpointing::Balanced => {
+            train::<Autodiff<Flex, BalancedCheckpointing>>(config, None, false, true)
+        }
     }
 }
 
@@ -191,7 +227,9 @@ mod tests {
         let pairs = |cases: &[Case]| -> HashSet<_> {
             let of = |case: &Case| {
                 let f = case.factors();
-                (0..6).flat_map(move |i| (i + 1..6).map(move |j| (i, f[i], j, f[j]))).collect::<Vec<_>>()
+                (0..6)
+                    .flat_map(move |i| (i + 1..6).map(move |j| (i, f[i], j, f[j])))
+                    .collect::<Vec<_>>()
             };
             cases.iter().flat_map(of).collect()
         };

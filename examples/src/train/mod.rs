@@ -20,7 +20,8 @@ mod worker;
 pub use batches::to_batch;
 pub use checkpoint::{CheckpointError, TrainState};
 pub use config::{
-    Checkpointing, ConfigFileError, Exchange, Layout, ModelSize, TrainConfig, TrainConfigError, Vision, load_config,
+    Checkpointing, ConfigFileError, Exchange, Layout, ModelSize, TrainConfig, TrainConfigError,
+    Vision, load_config,
 };
 pub use evaluate::{Score, evaluate};
 pub use outcome::{Outcome, max_rel_diff, max_rel_grad_diff};

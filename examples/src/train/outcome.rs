@@ -31,33 +31,52 @@ pub fn max_rel_diff(losses: &[f64], reference: &[f64]) -> f64 {
     if losses.len() != reference.len() {
         return f64::INFINITY;
     }
-    let differences = losses.iter().zip(reference).map(|(a, b)| relative((a - b).abs(), b.abs()));
+    let differences = losses
+        .iter()
+        .zip(reference)
+        .map(|(a, b)| relative((a - b).abs(), b.abs()));
     differences.fold(0.0, worse)
 }
 
 /// The largest relative difference of a parameter's gradient, normwise: ‖a − b‖ / ‖b‖.
-pub fn max_rel_grad_diff(gradients: &[(String, Vec<f64>)], reference: &[(String, Vec<f64>)]) -> f64 {
+pub fn max_rel_grad_diff(
+    gradients: &[(String, Vec<f64>)],
+    reference: &[(String, Vec<f64>)],
+) -> f64 {
     if gradients.len() != reference.len() {
         return f64::INFINITY;
     }
-    let differences = gradients.iter().zip(reference).map(|((path, a), (other, b))| {
-        if path != other || a.len() != b.len() {
-            return f64::INFINITY;
-        }
-        let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|value| value * value).sum::<f64>().sqrt();
-        let difference = norm(&mut a.iter().zip(b).map(|(a, b)| a - b));
-        relative(difference, norm(&mut b.iter().copied()))
-    });
+    let differences = gradients
+        .iter()
+        .zip(reference)
+        .map(|((path, a), (other, b))| {
+            if path != other || a.len() != b.len() {
+                return f64::INFINITY;
+            }
+            let norm = |values: &mut dyn Iterator<Item = f64>| {
+                values.map(|value| value * value).sum::<f64>().sqrt()
+            };
+            let difference = norm(&mut a.iter().zip(b).map(|(a, b)| a - b));
+            relative(difference, norm(&mut b.iter().copied()))
+        });
     differences.fold(0.0, worse)
 }
 
 fn relative(difference: f64, reference: f64) -> f64 {
-    if difference == 0.0 { 0.0 } else { difference / reference }
+    if difference == 0.0 {
+        0.0
+    } else {
+        difference / reference
+    }
 }
 
 /// The larger one; a NaN stays.
 fn worse(a: f64, b: f64) -> f64 {
-    if a.is_nan() || b.is_nan() { f64::NAN } else { a.max(b) }
+    if a.is_nan() || b.is_nan() {
+        f64::NAN
+    } else {
+        a.max(b)
+    }
 }
 
 #[cfg(test)]
@@ -70,8 +89,14 @@ mod tests {
         assert!(max_rel_diff(&[1.0, f64::NAN], &[1.0, 4.0]).is_nan());
         assert_eq!(max_rel_diff(&[1.0], &[1.0, 2.0]), f64::INFINITY);
         let named = |values: &[f64]| vec![("w".to_owned(), values.to_vec())];
-        assert_eq!(max_rel_grad_diff(&named(&[3.0, 4.0]), &named(&[3.0, 4.0])), 0.0);
-        assert_eq!(max_rel_grad_diff(&named(&[0.0, 1.0]), &named(&[0.0, 0.0])), f64::INFINITY);
+        assert_eq!(
+            max_rel_grad_diff(&named(&[3.0, 4.0]), &named(&[3.0, 4.0])),
+            0.0
+        );
+        assert_eq!(
+            max_rel_grad_diff(&named(&[0.0, 1.0]), &named(&[0.0, 0.0])),
+            f64::INFINITY
+        );
         assert_eq!(max_rel_grad_diff(&named(&[0.0]), &named(&[0.0])), 0.0);
     }
 }

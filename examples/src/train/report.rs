@@ -93,7 +93,10 @@ impl Reporter {
     /// The folder cannot be made or written to.
     pub fn new(out: &Path, steps: u64, resumed: Option<&TrainState>) -> Result<Self, ReportError> {
         let (metrics, at) = match resumed {
-            Some(state) => (read_metrics(&out.join("metrics.jsonl"), state.step)?, state.step),
+            Some(state) => (
+                read_metrics(&out.join("metrics.jsonl"), state.step)?,
+                state.step,
+            ),
             None => (Vec::new(), 0),
         };
         fs::create_dir_all(out).map_err(io_error(out))?;
@@ -105,11 +108,17 @@ impl Reporter {
             remove_earlier_run(out)?;
         }
         let bar = ProgressBar::new(steps).with_position(at);
-        if let Ok(style) = ProgressStyle::with_template("{bar:30} step {pos}/{len} {msg} [{elapsed}, {eta} left]") {
+        if let Ok(style) =
+            ProgressStyle::with_template("{bar:30} step {pos}/{len} {msg} [{elapsed}, {eta} left]")
+        {
             bar.set_style(style);
         }
-        let reporter =
-            Self { out: out.to_owned(), bar, metrics: Mutex::new(metrics), interrupt: Arc::default() };
+        let reporter = Self {
+            out: out.to_owned(),
+            bar,
+            metrics: Mutex::new(metrics),
+            interrupt: Arc::default(),
+        };
         reporter.write_metrics()?;
         Ok(reporter)
     }
@@ -130,22 +139,43 @@ impl Reporter {
 
     /// Prints the head of the table.
     pub fn start(&self) {
-        self.print(&format!("{:>6}  {:>9}  {:>9}  {:>17}", "step", "loss", "tokens/s", "held-out accuracy"));
+        self.print(&format!(
+            "{:>6}  {:>9}  {:>9}  {:>17}",
+            "step", "loss", "tokens/s", "held-out accuracy"
+        ));
     }
 
     /// Reports a step; a row of the table where accuracy was measured.
-    pub(super) fn step(&self, state: &TrainState, score: Option<Score>, tokens_per_s: f64) -> Result<(), ReportError> {
+    pub(super) fn step(
+        &self,
+        state: &TrainState,
+        score: Option<Score>,
+        tokens_per_s: f64,
+    ) -> Result<(), ReportError> {
         let loss = state.losses.last().copied().unwrap_or(f64::NAN);
         let heldout_accuracy = score.map(|score| score.accuracy());
-        let metric = Metric { step: state.step, loss, tokens_per_s, heldout_accuracy };
+        let metric = Metric {
+            step: state.step,
+            loss,
+            tokens_per_s,
+            heldout_accuracy,
+        };
         let path = self.out.join("metrics.jsonl");
         let mut line = to_json(&metric, &path)?;
         line.push('\n');
-        let mut file = fs::OpenOptions::new().append(true).create(true).open(&path).map_err(io_error(&path))?;
+        let mut file = fs::OpenOptions::new()
+            .append(true)
+            .create(true)
+            .open(&path)
+            .map_err(io_error(&path))?;
         file.write_all(line.as_bytes()).map_err(io_error(&path))?;
-        self.metrics.lock().unwrap_or_else(PoisonError::into_inner).push(metric);
+        self.metrics
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push(metric);
         self.bar.set_position(state.step);
-        self.bar.set_message(format!("loss {loss:.4}, {tokens_per_s:.0} tokens/s"));
+        self.bar
+            .set_message(format!("loss {loss:.4}, {tokens_per_s:.0} tokens/s"));
         if let Some(accuracy) = heldout_accuracy {
             self.row(state.step, loss, tokens_per_s, accuracy);
         }
@@ -154,7 +184,10 @@ impl Reporter {
 
     /// Prints a row of the table.
     pub fn row(&self, step: u64, loss: f64, tokens_per_s: f64, accuracy: f64) {
-        self.print(&format!("{step:>6}  {loss:>9.5}  {tokens_per_s:>9.0}  {:>16.1}%", 100.0 * accuracy));
+        self.print(&format!(
+            "{step:>6}  {loss:>9.5}  {tokens_per_s:>9.0}  {:>16.1}%",
+            100.0 * accuracy
+        ));
     }
 
     /// Prints above the progress bar.
@@ -171,7 +204,12 @@ impl Reporter {
     fn write_metrics(&self) -> Result<(), ReportError> {
         let path = self.out.join("metrics.jsonl");
         let mut text = String::new();
-        for metric in self.metrics.lock().unwrap_or_else(PoisonError::into_inner).iter() {
+        for metric in self
+            .metrics
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .iter()
+        {
             text.push_str(&to_json(metric, &path)?);
             text.push('\n');
         }
@@ -184,8 +222,10 @@ impl Reporter {
     /// The file system refused.
     pub fn write_summary(&self, summary: &Summary) -> Result<(), ReportError> {
         let path = self.out.join("summary.json");
-        let text = serde_json::to_string_pretty(summary)
-            .map_err(|error| ReportError::Io { path: path.display().to_string(), source: error.into() })?;
+        let text = serde_json::to_string_pretty(summary).map_err(|error| ReportError::Io {
+            path: path.display().to_string(),
+            source: error.into(),
+        })?;
         replace(&path, text.as_bytes())
     }
 
@@ -196,8 +236,10 @@ impl Reporter {
     pub fn draw(&self, curves: &[(String, Vec<f64>)]) -> Result<(), ReportError> {
         let path = self.out.join("loss.svg");
         let mut svg = String::new();
-        draw_curves(&mut svg, curves)
-            .map_err(|reason| ReportError::Draw { path: path.display().to_string(), reason })?;
+        draw_curves(&mut svg, curves).map_err(|reason| ReportError::Draw {
+            path: path.display().to_string(),
+            reason,
+        })?;
         replace(&path, svg.as_bytes())
     }
 }
@@ -228,13 +270,17 @@ fn read_metrics(path: &Path, step: u64) -> Result<Vec<Metric>, ReportError> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
         Err(error) => return Err(io_error(path)(error)),
     };
-    let metrics = text.lines().filter_map(|line| serde_json::from_str::<Metric>(line).ok());
+    let metrics = text
+        .lines()
+        .filter_map(|line| serde_json::from_str::<Metric>(line).ok());
     Ok(metrics.filter(|metric| metric.step <= step).collect())
 }
 
 fn to_json<T: Serialize>(value: &T, path: &Path) -> Result<String, ReportError> {
-    serde_json::to_string(value)
-        .map_err(|error| ReportError::Io { path: path.display().to_string(), source: error.into() })
+    serde_json::to_string(value).map_err(|error| ReportError::Io {
+        path: path.display().to_string(),
+        source: error.into(),
+    })
 }
 
 /// Writes a file whole: readers see the old one or the new one.
@@ -250,8 +296,19 @@ fn io_error(path: &Path) -> impl FnOnce(io::Error) -> ReportError {
 }
 
 fn draw_curves(svg: &mut String, curves: &[(String, Vec<f64>)]) -> Result<(), String> {
-    let num_steps = curves.iter().map(|(_, losses)| losses.len()).max().unwrap_or(0).max(2);
-    let finite = || curves.iter().flat_map(|(_, losses)| losses).copied().filter(|loss| loss.is_finite());
+    let num_steps = curves
+        .iter()
+        .map(|(_, losses)| losses.len())
+        .max()
+        .unwrap_or(0)
+        .max(2);
+    let finite = || {
+        curves
+            .iter()
+            .flat_map(|(_, losses)| losses)
+            .copied()
+            .filter(|loss| loss.is_finite())
+    };
     let highest = finite().fold(f64::MIN_POSITIVE, f64::max) * 1.05;
     let root = SVGBackend::with_string(svg, (800, 480)).into_drawing_area();
     let shown = |error: DrawingAreaErrorKind<_>| format!("{error}");
@@ -263,17 +320,27 @@ fn draw_curves(svg: &mut String, curves: &[(String, Vec<f64>)]) -> Result<(), St
         .y_label_area_size(60)
         .build_cartesian_2d(1..num_steps, 0.0..highest)
         .map_err(shown)?;
-    chart.configure_mesh().x_desc("step").y_desc("loss (nats)").draw().map_err(shown)?;
+    chart
+        .configure_mesh()
+        .x_desc("step")
+        .y_desc("loss (nats)")
+        .draw()
+        .map_err(shown)?;
     for (i, (name, losses)) in curves.iter().enumerate() {
         // Later curves are thinner, so that equal ones stay visible.
         let width = if i == 0 { 4 } else { 1 };
         let color = Palette99::pick(i).mix(if i == 0 { 0.4 } else { 1.0 });
-        let points = losses.iter().enumerate().map(|(step, &loss)| (step + 1, loss));
+        let points = losses
+            .iter()
+            .enumerate()
+            .map(|(step, &loss)| (step + 1, loss));
         chart
             .draw_series(LineSeries::new(points, color.stroke_width(width)))
             .map_err(shown)?
             .label(name)
-            .legend(move |(x, y)| PathElement::new(vec![(x, y), (x + 18, y)], color.stroke_width(width)));
+            .legend(move |(x, y)| {
+                PathElement::new(vec![(x, y), (x + 18, y)], color.stroke_width(width))
+            });
     }
     chart
         .configure_series_labels()

@@ -7,9 +7,9 @@ use burn_cp::launch::LaunchError;
 use clap::Parser;
 
 use super::{
-    CheckpointError, Checkpointing, ConfigFileError, Exchange, Layout, ModelSize, Outcome, ReportError, Reporter,
-    Summary, TrainConfig, TrainConfigError, Vision, load_config, max_rel_diff, max_rel_grad_diff,
-    report::checkpoints_in, train,
+    CheckpointError, Checkpointing, ConfigFileError, Exchange, Layout, ModelSize, Outcome,
+    ReportError, Reporter, Summary, TrainConfig, TrainConfigError, Vision, load_config,
+    max_rel_diff, max_rel_grad_diff, report::checkpoints_in, train,
 };
 
 /// Train a small Qwen3-VL to read handwritten digits, its sequences and its vision tower sharded over ranks.
@@ -102,7 +102,19 @@ impl TrainArgs {
         macro_rules! flags {
             ($($field:ident),*) => { $(if let Some(value) = self.$field { config.$field = value; })* };
         }
-        flags!(ranks, dp, layout, exchange, vision, checkpointing, steps, seed, tokens, packs_per_step, size);
+        flags!(
+            ranks,
+            dp,
+            layout,
+            exchange,
+            vision,
+            checkpointing,
+            steps,
+            seed,
+            tokens,
+            packs_per_step,
+            size
+        );
         flags!(checkpoint_every);
         config.freeze_vision |= self.freeze_vision;
         config.validate()?;
@@ -116,7 +128,11 @@ impl TrainArgs {
 /// A wrong flag or file, a folder that cannot be written, a checkpoint that cannot be used, or a rank that failed.
 pub fn run(args: &TrainArgs) -> Result<bool, RunError> {
     let config = args.resolve()?;
-    let resumed = if args.resume { Some(checkpoints_in(&args.out).latest(&config)?) } else { None };
+    let resumed = if args.resume {
+        Some(checkpoints_in(&args.out).latest(&config)?)
+    } else {
+        None
+    };
     let reporter = Reporter::new(&args.out, config.steps, resumed.as_ref())?;
     let interrupt = reporter.interrupt();
     ctrlc::set_handler(move || {
@@ -126,12 +142,20 @@ pub fn run(args: &TrainArgs) -> Result<bool, RunError> {
         }
     })?;
     let mesh = config.mesh()?;
-    reporter.print(&format!("{mesh} on CPU threads, {:?} layout, {:?} exchange", config.layout, config.exchange));
+    reporter.print(&format!(
+        "{mesh} on CPU threads, {:?} layout, {:?} exchange",
+        config.layout, config.exchange
+    ));
     reporter.start();
     let outcome = train_on_cpu(&config, Some(&reporter), args.resume, args.compare)?;
     let interrupted = outcome.steps_done < config.steps;
     let final_loss = outcome.losses.last().copied().unwrap_or(f64::NAN);
-    reporter.row(outcome.steps_done, final_loss, outcome.tokens_per_s, outcome.heldout.accuracy());
+    reporter.row(
+        outcome.steps_done,
+        final_loss,
+        outcome.tokens_per_s,
+        outcome.heldout.accuracy(),
+    );
     reporter.finish();
     let mut curves = vec![(format!("{mesh}"), outcome.losses.clone())];
     let mut summary = summarize(&config, &outcome, interrupted);
@@ -182,13 +206,22 @@ fn summarize(config: &TrainConfig, outcome: &Outcome, interrupted: bool) -> Summ
 }
 
 fn show(summary: &Summary, out: &std::path::Path) {
-    println!("vision frames per rank: {:?}", summary.vision_frames_per_rank);
-    println!("K/V tokens received per rank and layer: {:?}", summary.kv_tokens_received);
+    println!(
+        "vision frames per rank: {:?}",
+        summary.vision_frames_per_rank
+    );
+    println!(
+        "K/V tokens received per rank and layer: {:?}",
+        summary.kv_tokens_received
+    );
     if let (Some(loss), Some(grad)) = (summary.max_rel_diff, summary.max_rel_grad_diff) {
         println!("largest relative difference from one rank: loss {loss:.1e}, gradient {grad:.1e}");
     }
     if summary.interrupted {
-        println!("interrupted after step {}; continue with --resume", summary.steps);
+        println!(
+            "interrupted after step {}; continue with --resume",
+            summary.steps
+        );
     }
     println!("written to {}", out.display());
 }

@@ -21,8 +21,8 @@ use burn_cp::{
 use sha2::{Digest, Sha256};
 
 use super::{
-    CheckpointError, Outcome, ReportError, Reporter, TrainConfig, TrainConfigError, TrainState, evaluate,
-    outcome::NamedGradients, schedule::learning_rate, to_batch,
+    CheckpointError, Outcome, ReportError, Reporter, TrainConfig, TrainConfigError, TrainState,
+    evaluate, outcome::NamedGradients, schedule::learning_rate, to_batch,
 };
 use crate::{
     data::{Pack, PackSource, Split},
@@ -30,7 +30,9 @@ use crate::{
 };
 
 /// A backend that the program can train on: autodiff over a backend that runs context-parallel attention.
-pub trait TrainBackend: AutodiffBackend<InnerBackend = Self::Inner> + ContextParallelBackend {
+pub trait TrainBackend:
+    AutodiffBackend<InnerBackend = Self::Inner> + ContextParallelBackend
+{
     /// The backend without autodiff, for evaluation.
     type Inner: ContextParallelBackend<Device = Self::Device>;
 }
@@ -91,8 +93,10 @@ pub fn train<B: TrainBackend>(
 where
     B::Device: Default,
 {
-    let options =
-        ThreadsOptions { deadline: Duration::from_secs(config.deadline_seconds), ..ThreadsOptions::default() };
+    let options = ThreadsOptions {
+        deadline: Duration::from_secs(config.deadline_seconds),
+        ..ThreadsOptions::default()
+    };
     let outcomes = launch::threads_with(config.ranks, options, |rank| {
         Worker::<B>::new(config, &rank, reporter)?.run(resume, keep_gradients)
     })?;
@@ -157,10 +161,18 @@ where
         let mut state = TrainState::new(self.config);
         let mut model = SequenceSharded::new::<B>(model, &self.cp)?;
         if let (true, Some(reporter)) = (resume, self.shared) {
-            let loaded = reporter.checkpoints().load::<B, _, _>(model, optimizer, self.config, &self.device)?;
+            let loaded = reporter.checkpoints().load::<B, _, _>(
+                model,
+                optimizer,
+                self.config,
+                &self.device,
+            )?;
             (model, optimizer, state) = loaded;
         }
-        let mut outcome = Outcome { losses: state.losses.clone(), ..Outcome::default() };
+        let mut outcome = Outcome {
+            losses: state.losses.clone(),
+            ..Outcome::default()
+        };
         while state.step < self.config.steps {
             let (loss, grads) = self.gradients(&model, state.step)?;
             if keep_gradients && state.step == 0 {
@@ -169,7 +181,10 @@ where
             let (grads, _) = clip_by_global_norm::<B, _>(grads, &model, self.config.clip_norm);
             model = optimizer.step(learning_rate(self.config, state.step), model, grads);
             if !loss.is_finite() {
-                return Err(WorkerError::Diverged { step: state.step, loss });
+                return Err(WorkerError::Diverged {
+                    step: state.step,
+                    loss,
+                });
             }
             state.advance(loss);
             let stop = self.after_step(&model, &optimizer, &state)?;
@@ -177,7 +192,13 @@ where
                 break;
             }
         }
-        outcome.heldout = evaluate(&model.valid(), &self.cp, &self.heldout, self.config, &self.device)?;
+        outcome.heldout = evaluate(
+            &model.valid(),
+            &self.cp,
+            &self.heldout,
+            self.config,
+            &self.device,
+        )?;
         outcome.steps_done = state.step;
         outcome.losses = state.losses;
         outcome.parameters_sha256 = hash_of(&model);
@@ -208,7 +229,10 @@ where
     fn packs_of(&self, step: u64) -> Vec<Pack> {
         let (dp, per_step) = (self.config.dp as u64, self.config.packs_per_step as u64);
         let dp_rank = (self.groups.global_rank() / self.cp.group().size()) as u64;
-        (0..per_step).filter(|j| j % dp == dp_rank).map(|j| self.packs.pack(step * per_step + j)).collect()
+        (0..per_step)
+            .filter(|j| j % dp == dp_rank)
+            .map(|j| self.packs.pack(step * per_step + j))
+            .collect()
     }
 
     fn count(
@@ -232,7 +256,8 @@ where
         }
         // Packs are shared by the ranks of a group; its first rank counts them.
         if rank == 0 {
-            self.counts.real_tokens += packs.iter().map(Pack::num_real_tokens).sum::<usize>() as u64;
+            self.counts.real_tokens +=
+                packs.iter().map(Pack::num_real_tokens).sum::<usize>() as u64;
         }
         Ok(())
     }
@@ -254,16 +279,29 @@ where
         // Every rank hears of an interrupt at the same step.
         let interrupted = self.reporter.is_some_and(Reporter::is_interrupted);
         let world = self.groups.world()?;
-        let stop = world.host_all_gather("interrupt", interrupted)?.contains(&true) && !last;
-        let score = if state.step % self.config.eval_every == 0 && !last && !stop {
-            Some(evaluate(&model.valid(), &self.cp, &self.heldout, self.config, &self.device)?)
+        let stop = world
+            .host_all_gather("interrupt", interrupted)?
+            .contains(&true)
+            && !last;
+        let score = if state.step.is_multiple_of(self.config.eval_every) && !last && !stop {
+            Some(evaluate(
+                &model.valid(),
+                &self.cp,
+                &self.heldout,
+                self.config,
+                &self.device,
+            )?)
         } else {
             None
         };
-        let Some(reporter) = self.reporter else { return Ok(stop) };
+        let Some(reporter) = self.reporter else {
+            return Ok(stop);
+        };
         reporter.step(state, score, self.tokens_per_s())?;
-        if last || stop || state.step % self.config.checkpoint_every == 0 {
-            reporter.checkpoints().save::<B, _, _>(model, optimizer, state)?;
+        if last || stop || state.step.is_multiple_of(self.config.checkpoint_every) {
+            reporter
+                .checkpoints()
+                .save::<B, _, _>(model, optimizer, state)?;
         }
         Ok(stop)
     }
@@ -281,7 +319,11 @@ where
         outcome.vision_frames_per_rank = counts.iter().map(|counts| counts.frames).collect();
         outcome.kv_tokens_received = counts.iter().map(|counts| counts.kv_tokens).collect();
         let tokens: u64 = counts.iter().map(|counts| counts.real_tokens).sum();
-        let slowest = counts.iter().map(|counts| counts.busy).max().unwrap_or_default();
+        let slowest = counts
+            .iter()
+            .map(|counts| counts.busy)
+            .max()
+            .unwrap_or_default();
         #[allow(clippy::cast_precision_loss)]
         let per_s = tokens as f64 / slowest.as_secs_f64().max(1e-9);
         outcome.tokens_per_s = per_s;
@@ -290,8 +332,15 @@ where
 }
 
 /// Gradients by parameter path, on the host.
-fn named<B: TrainBackend, M: AutodiffModule<B>>(grads: &GradientsParams, module: &M) -> NamedGradients {
-    let mut visitor = Named { grads, path: Vec::new(), found: Vec::new() };
+fn named<B: TrainBackend, M: AutodiffModule<B>>(
+    grads: &GradientsParams,
+    module: &M,
+) -> NamedGradients {
+    let mut visitor = Named {
+        grads,
+        path: Vec::new(),
+        found: Vec::new(),
+    };
     module.visit(&mut visitor);
     visitor.found
 }
@@ -313,7 +362,10 @@ impl<B: TrainBackend> ModuleVisitor<B> for Named<'_> {
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
         if let Some(grad) = self.grads.get::<B::InnerBackend, D>(param.id) {
-            self.found.push((self.path.join("."), grad.into_data().iter::<f64>().collect()));
+            self.found.push((
+                self.path.join("."),
+                grad.into_data().iter::<f64>().collect(),
+            ));
         }
     }
 }
@@ -322,7 +374,11 @@ impl<B: TrainBackend> ModuleVisitor<B> for Named<'_> {
 fn hash_of<B: TrainBackend, M: Module<B>>(module: &M) -> String {
     let mut hash = ParameterHash(Sha256::new());
     module.visit(&mut hash);
-    hash.0.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+    hash.0
+        .finalize()
+        .iter()
+        .map(|byte| format!("{byte:02x}"))
+        .collect()
 }
 
 struct ParameterHash(Sha256);

@@ -66,6 +66,7 @@ fn gradients<I: Backend, B: AutodiffBackend<InnerBackend = I>>(
     grads
 }
 
+#[allow(clippy::type_complexity)]
 fn synced_over<B>(
     sync: GradientSync,
     axes: &[&str],

@@ -177,31 +177,27 @@ fn steps_with_orders_of_their_own_may_overlap() {
     }
 }
 
-/// Two losses over one order, each with a backward pass of its own, in either order.
+/// A rank that has no use for what it gathered still takes part in the adjoint, through the exchange that comes next.
 #[test]
-fn two_losses_over_one_order_have_a_backward_pass_each() {
-    for reversed in [false, true] {
-        let gradients = on_ranks(2, |group| {
-            let (x, y) = (leaf::<NoCheckpointing>(1.0), leaf::<NoCheckpointing>(3.0));
-            let a = gathered_loss(&x, 0, 6 * group.rank(), &group);
-            let b = gathered_loss(&y, 1, 6 * (1 - group.rank()), &group);
-            let grad = |loss: &Tensor<B, 1>, leaf: &Tensor<B, 1>| {
-                floats(&leaf.grad(&backward(loss, &group)).unwrap())
-            };
-            if reversed {
-                let b = grad(&b, &y);
-                [grad(&a, &x), b]
-            } else {
-                [grad(&a, &x), grad(&b, &y)]
-            }
-        });
-        for (rank, got) in gradients.into_iter().enumerate() {
-            assert_eq!(
-                got,
-                [0, 1].map(|exchange| wanted(exchange, rank, 2, 2.0)),
-                "rank {rank}, reversed {reversed}"
-            );
-        }
+fn an_exchange_whose_result_a_rank_drops_still_runs_its_adjoint() {
+    let gradients = on_ranks(3, |group| {
+        let (a, b) = (leaf::<NoCheckpointing>(1.0), leaf::<NoCheckpointing>(2.0));
+        let all_a = collectives::all_gather(deepened(a.clone(), 0), 0, &group);
+        // Only rank 0 uses the first exchange.
+        let used = (group.rank() == 0).then(|| (all_a * weights(&group, 0)).sum());
+        let all_b = collectives::all_gather(deepened(b.clone(), 4 * group.rank()), 0, &group);
+        let loss = (all_b * weights(&group, 1)).sum();
+        let loss = match used {
+            Some(used) => loss + used,
+            None => loss,
+        };
+        let gradients = backward(&loss, &group);
+        [a, b].map(|leaf| floats(&leaf.grad(&gradients).unwrap()))
+    });
+    for (rank, [a, b]) in gradients.into_iter().enumerate() {
+        let rank_0_alone: Vec<f64> = (0..2).map(|i| 2.0 * weight(0, 0, 2 * rank + i)).collect();
+        assert_eq!(a, rank_0_alone, "rank {rank}");
+        assert_eq!(b, wanted(1, rank, 3, 2.0), "rank {rank}");
     }
 }
 

@@ -10,27 +10,71 @@ use burn_cp_examples::train::{
 fn every_pair_of_settings_trains_as_one_rank_does() {
     let cases = grid::pairwise(20);
     let results = grid::run_cases(&cases, |_| {}).unwrap();
-    let wrong: Vec<String> =
-        results.iter().filter_map(|result| Some(format!("{}: {}", result.case.name(), result.fault()?))).collect();
+    let wrong: Vec<String> = results
+        .iter()
+        .filter_map(|result| Some(format!("{}: {}", result.case.name(), result.fault()?)))
+        .collect();
     assert!(wrong.is_empty(), "{wrong:#?}");
 }
 
 /// In f64 nothing but the order of sums differs, so losses and all gradients agree far below any modelling error.
 #[test]
 fn in_f64_losses_and_gradients_agree_to_nine_digits() {
-    let base = TrainConfig { steps: 3, size: ModelSize::Tiny, tokens: 200, heldout_packs: 1, ..TrainConfig::default() };
-    let train = |config: &TrainConfig| train::<Autodiff<NdArray<f64>>>(config, None, false, true).unwrap();
+    let base = TrainConfig {
+        steps: 3,
+        size: ModelSize::Tiny,
+        tokens: 200,
+        heldout_packs: 1,
+        ..TrainConfig::default()
+    };
+    let train =
+        |config: &TrainConfig| train::<Autodiff<NdArray<f64>>>(config, None, false, true).unwrap();
     let reference = train(&base.on_one_rank());
     for (ranks, dp, layout, exchange, vision) in [
-        (2, 1, Layout::Contiguous, Exchange::AllGather, Vision::Sharded),
-        (4, 1, Layout::HeadTail, Exchange::NeededOnly, Vision::Sharded),
-        (4, 2, Layout::Contiguous, Exchange::NeededOnly, Vision::Replicated),
-        (3, 1, Layout::HeadTail, Exchange::AllGather, Vision::Replicated),
+        (
+            2,
+            1,
+            Layout::Contiguous,
+            Exchange::AllGather,
+            Vision::Sharded,
+        ),
+        (
+            4,
+            1,
+            Layout::HeadTail,
+            Exchange::NeededOnly,
+            Vision::Sharded,
+        ),
+        (
+            4,
+            2,
+            Layout::Contiguous,
+            Exchange::NeededOnly,
+            Vision::Replicated,
+        ),
+        (
+            3,
+            1,
+            Layout::HeadTail,
+            Exchange::AllGather,
+            Vision::Replicated,
+        ),
     ] {
-        let outcome = train(&TrainConfig { ranks, dp, layout, exchange, vision, ..base.clone() });
+        let outcome = train(&TrainConfig {
+            ranks,
+            dp,
+            layout,
+            exchange,
+            vision,
+            ..base.clone()
+        });
         let loss = max_rel_diff(&outcome.losses, &reference.losses);
-        let gradients = [&outcome, &reference].map(|outcome| outcome.first_gradients.clone().unwrap());
+        let gradients =
+            [&outcome, &reference].map(|outcome| outcome.first_gradients.clone().unwrap());
         let gradient = max_rel_grad_diff(&gradients[0], &gradients[1]);
-        assert!(loss <= 1e-9 && gradient <= 1e-9, "{ranks} {dp} {layout:?} {exchange:?}: {loss:e} {gradient:e}");
+        assert!(
+            loss <= 1e-9 && gradient <= 1e-9,
+            "{ranks} {dp} {layout:?} {exchange:?}: {loss:e} {gradient:e}"
+        );
     }
 }
