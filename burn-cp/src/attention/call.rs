@@ -3,7 +3,10 @@
 use std::sync::Arc;
 
 use super::{AttentionOptions, PreparedAttention};
-use crate::{comm::ProcessGroup, plan::ExchangeStrategy};
+use crate::{
+    comm::{ProcessGroup, ProgramOrder},
+    plan::ExchangeStrategy,
+};
 
 /// What an attention operation needs besides its tensors; kept by its backward step. Cheap to clone.
 #[derive(Debug, Clone)]
@@ -19,7 +22,7 @@ impl AttentionCall {
     /// A call over a prepared plan, whose ranks are those of `group`.
     ///
     /// # Panics
-    /// The plan was prepared for another rank or another number of ranks.
+    /// The plan was prepared for another rank or another number of ranks, or the scale is not finite.
     pub fn new(
         prepared: Arc<PreparedAttention>,
         group: ProcessGroup,
@@ -38,6 +41,9 @@ impl AttentionCall {
         );
         let mut kernel = burn_cp_kernels::AttentionOptions::new();
         kernel.scale = options.scale;
+        kernel
+            .check()
+            .unwrap_or_else(|error| panic!("attention: {error}"));
         Self {
             prepared,
             group,
@@ -52,6 +58,17 @@ impl AttentionCall {
     pub fn tracked(&self, tracked: bool) -> Self {
         Self {
             tracked,
+            ..self.clone()
+        }
+    }
+
+    /// The same call with a handle on its group that does not keep the group's order alive: for backward steps, which Burn
+    /// keeps for as long as the order refers to their output.
+    #[must_use]
+    pub(crate) fn outside_order(&self) -> Self {
+        let group = self.group.with_order(ProgramOrder::new());
+        Self {
+            group,
             ..self.clone()
         }
     }

@@ -277,6 +277,11 @@ fn check_shapes<B: CollectiveBackend>(
         plan.documents().batch_size(),
         plan.layout().local_len(call.group().rank()),
     );
+    let dtypes = [q.dtype(), k.dtype(), v.dtype()];
+    assert!(
+        dtypes.iter().all(|dtype| *dtype == dtypes[0]),
+        "attention: q, k and v must have one dtype, got {dtypes:?}"
+    );
     let (q, k, v) = (q.shape().to_vec(), k.shape().to_vec(), v.shape().to_vec());
     for (name, shape) in [("q", &q), ("k", &k), ("v", &v)] {
         assert!(

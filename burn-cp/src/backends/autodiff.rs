@@ -25,7 +25,7 @@ use crate::{
         attention_gradients,
     },
     collectives::{Call, Collective, CollectiveBackend, Payload},
-    comm::{ProcessGroup, ProgramOrder},
+    comm::{ProcessGroup, ProgramOrder, WeakProgramOrder},
 };
 
 /// What a [`ProgramOrder`] holds for an autodiff backend: the latest operation's output, as a parent for the next one.
@@ -76,7 +76,8 @@ fn latest<B: Backend, C: CheckpointStrategy>(
 /// The place of an operation in its program order, kept by its backward step.
 #[derive(Debug, Clone)]
 struct Place {
-    order: ProgramOrder,
+    /// Weak, since Burn keeps the step of an operation for as long as the order refers to its output.
+    order: WeakProgramOrder,
     generation: u64,
     previous: Option<Like>,
 }
@@ -90,7 +91,7 @@ fn enter<B: Backend, C: CheckpointStrategy>(
         let latest = latest::<B, C>(slot);
         let link = latest.link.as_ref().filter(|_| group.size() > 1);
         let place = Place {
-            order: order.clone(),
+            order: order.downgrade(),
             generation: latest.generation,
             previous: link.map(|link| link.like.clone()),
         };
@@ -120,7 +121,10 @@ fn leave<B: Backend, C: CheckpointStrategy>(
 impl Place {
     /// A backward pass walks this chain: what comes next starts a new one.
     fn consume<B: Backend, C: CheckpointStrategy>(&self) {
-        self.order.with(|slot| {
+        let Some(order) = self.order.upgrade() else {
+            return;
+        };
+        order.with(|slot| {
             let latest = latest::<B, C>(slot);
             if latest.generation == self.generation {
                 latest.generation += 1;
@@ -236,7 +240,8 @@ fn collective_with_gradient<B: CollectiveBackend, C: CheckpointStrategy>(
         OpsKind::Tracked(prep) => {
             let state = CollectiveState {
                 op: op.clone(),
-                group: group.clone(),
+                // An adjoint has no place in the order; a handle on it would keep it alive for ever.
+                group: group.with_order(ProgramOrder::new()),
                 call,
                 place,
             };
@@ -330,7 +335,7 @@ impl<B: InnerAttention, C: CheckpointStrategy> ContextParallelBackend for Autodi
             OpsKind::Tracked(prep) => prep.finish(
                 AttentionStepState {
                     saved,
-                    call: call.clone(),
+                    call: call.outside_order(),
                     place,
                 },
                 output,

@@ -5,3 +5,5 @@
 mod autodiff;
 #[cfg(any(feature = "flex", feature = "ndarray"))]
 mod host;
+#[cfg(all(test, feature = "flex"))]
+mod tests;

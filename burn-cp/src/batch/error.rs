@@ -68,7 +68,7 @@ pub enum BatchError {
     },
     /// A grid is empty or does not divide into merge blocks.
     #[error(
-        "{what}: grid {grid:?} must be at least 1 everywhere, with height and width divisible by {merge}"
+        "{what}: grid {grid:?} must be at least 1 everywhere and within the size of an index, with height and width divisible by {merge}"
     )]
     Grid {
         /// Name of the media.

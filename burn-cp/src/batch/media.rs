@@ -38,9 +38,21 @@ impl<B: Backend> Media<B> {
     /// Checks grids against pixel rows and merge size.
     pub(crate) fn check(&self) -> Result<(), BatchError> {
         let merge = self.spatial_merge_size;
+        let mut expected = 0_usize;
         for &grid in &self.grids {
             let [t, h, w] = grid;
-            if merge == 0 || t * h * w == 0 || h % merge != 0 || w % merge != 0 {
+            let rows = t.checked_mul(h).and_then(|rows| rows.checked_mul(w));
+            expected = match rows.and_then(|rows| expected.checked_add(rows)) {
+                Some(sum) => sum,
+                None => {
+                    return Err(BatchError::Grid {
+                        what: self.name.clone(),
+                        grid,
+                        merge,
+                    });
+                }
+            };
+            if merge == 0 || rows == Some(0) || h % merge != 0 || w % merge != 0 {
                 return Err(BatchError::Grid {
                     what: self.name.clone(),
                     grid,
@@ -48,7 +60,7 @@ impl<B: Backend> Media<B> {
                 });
             }
         }
-        let (expected, got) = (num_patch_rows(&self.grids), self.pixels.dims()[0]);
+        let got = self.pixels.dims()[0];
         if expected != got {
             return Err(BatchError::PixelRows {
                 what: self.name.clone(),

@@ -4,7 +4,7 @@ use std::{
     any::Any,
     fmt,
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc, Mutex, PoisonError, Weak,
         atomic::{AtomicU64, Ordering},
     },
 };
@@ -28,8 +28,10 @@ use super::{
 /// its loss does not depend on.
 #[derive(Clone, Default)]
 pub struct ProgramOrder {
-    latest: Arc<Mutex<Option<Box<dyn Any + Send>>>>,
+    latest: Arc<Latest>,
 }
+
+type Latest = Mutex<Option<Box<dyn Any + Send>>>;
 
 impl ProgramOrder {
     /// An order in which nothing has happened yet.
@@ -39,6 +41,21 @@ impl ProgramOrder {
 
     pub(crate) fn with<T>(&self, f: impl FnOnce(&mut Option<Box<dyn Any + Send>>) -> T) -> T {
         f(&mut self.latest.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// For what the order itself refers to, and must not keep alive.
+    pub(crate) fn downgrade(&self) -> WeakProgramOrder {
+        WeakProgramOrder(Arc::downgrade(&self.latest))
+    }
+}
+
+/// An order that may have ended.
+#[derive(Debug, Clone)]
+pub(crate) struct WeakProgramOrder(Weak<Latest>);
+
+impl WeakProgramOrder {
+    pub(crate) fn upgrade(&self) -> Option<ProgramOrder> {
+        self.0.upgrade().map(|latest| ProgramOrder { latest })
     }
 }
 

@@ -217,6 +217,10 @@ impl Hub {
                 parcels: ranks.iter().map(|_| None).collect(),
                 num_taken: 0,
             });
+        assert!(
+            meeting.parcels[attendance.index].is_none(),
+            "rank {rank} arrives twice at {op}: its group is used by two threads at once"
+        );
         meeting.parcels[attendance.index] = Some((signature, parcel));
         if meeting.missing().is_empty() {
             self.changed.notify_all();

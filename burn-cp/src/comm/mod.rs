@@ -1,8 +1,8 @@
 //! Process groups: who talks to whom, and how.
 //!
 //! A [`ProcessGroup`] knows its ranks, numbers its operations, and carries two transports: one for tensors (opaque parcels
-//! here) and a host control plane for small messages. This room moves values between ranks; it knows nothing of tokens,
-//! gradients or tensor operations.
+//! here) and a host control plane for small messages. This room moves values between ranks and compares what they say of them
+//! ([`Signature`]); it imports no tensor type and computes nothing.
 //!
 //! # Protocol
 //!
@@ -31,6 +31,7 @@ pub use group::{ProcessGroup, ProgramOrder};
 pub use hub::RankContext;
 pub use signature::{CollectiveKind, Signature};
 
+pub(crate) use group::WeakProgramOrder;
 pub(crate) use hub::{Hub, odd_one_out};
 
 /// How long a rank waits for its peers unless told otherwise: ten minutes.

@@ -12,8 +12,6 @@ pub enum CollectiveKind {
     ReduceScatter,
     /// Every rank receives the sum.
     AllReduce,
-    /// Every rank sends a part to every rank.
-    AllToAllV,
     /// Planned ranges travel between pairs of ranks.
     Exchange,
     /// The adjoint of [`Self::Exchange`].
@@ -34,7 +32,6 @@ impl fmt::Display for CollectiveKind {
             Self::AllGather => "all_gather",
             Self::ReduceScatter => "reduce_scatter",
             Self::AllReduce => "all_reduce",
-            Self::AllToAllV => "all_to_all_v",
             Self::Exchange => "exchange",
             Self::ExchangeReverse => "exchange_reverse",
             Self::Broadcast => "broadcast",

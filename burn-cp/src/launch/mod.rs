@@ -164,6 +164,11 @@ where
     Ok(DetachedWorld { hub, receiver })
 }
 
+/// How often a waiting caller looks for failures.
+const SLICE: Duration = Duration::from_millis(20);
+/// How long the other ranks may take to end after a failure.
+const GRACE: Duration = Duration::from_secs(1);
+
 /// A world whose ranks run on while the caller does something else.
 #[derive(Debug)]
 pub struct DetachedWorld<T> {
@@ -172,7 +177,8 @@ pub struct DetachedWorld<T> {
 }
 
 impl<T> DetachedWorld<T> {
-    /// Waits until every rank has ended, or until `timeout` has passed.
+    /// Waits until every rank has ended, until `timeout` has passed, or until a second after a rank has failed: the others
+    /// then had time to end, and one that has not may never do.
     ///
     /// # Errors
     /// The first failure of the world if there is one by then, also while some ranks still run; otherwise
@@ -181,19 +187,27 @@ impl<T> DetachedWorld<T> {
         let start = Instant::now();
         let world_size = self.hub.world_size();
         let mut results: Vec<Option<T>> = (0..world_size).map(|_| None).collect();
-        for num_ended in 0..world_size {
-            let left = timeout.saturating_sub(start.elapsed());
-            match self.receiver.recv_timeout(left) {
-                Ok((rank, result)) => results[rank] = result,
-                Err(_) => {
-                    return Err(match self.hub.failure() {
-                        Some(failure) => failure.into(),
-                        None => LaunchError::StillRunning {
-                            waited: start.elapsed(),
-                            num_running: world_size - num_ended,
-                        },
-                    });
-                }
+        let mut num_ended = 0;
+        let mut failed_at: Option<Instant> = None;
+        while num_ended < world_size {
+            if let Ok((rank, result)) = self.receiver.recv_timeout(SLICE) {
+                results[rank] = result;
+                num_ended += 1;
+                continue;
+            }
+            let failure = self.hub.failure();
+            if failure.is_some() && failed_at.is_none() {
+                failed_at = Some(Instant::now());
+            }
+            let late = failed_at.is_some_and(|at| at.elapsed() >= GRACE);
+            if late || start.elapsed() >= timeout {
+                return Err(match failure {
+                    Some(failure) => failure.into(),
+                    None => LaunchError::StillRunning {
+                        waited: start.elapsed(),
+                        num_running: world_size - num_ended,
+                    },
+                });
             }
         }
         finish(&self.hub, results)

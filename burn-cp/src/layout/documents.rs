@@ -1,4 +1,5 @@
-//! The canonical document table. How it is read from lengths, boundaries, ids and masks is in `sources`.
+//! The canonical document table. How it is read from lengths, boundaries, ids and masks is in
+//! `sources`, `dense_mask` and `thd`.
 
 use std::ops::Range;
 
@@ -144,6 +145,31 @@ impl Documents {
             positions.extend(0..start - begin);
         }
         positions
+    }
+
+    /// The same documents in one row, the rows one behind the other: token `t` of row `r` becomes token
+    /// `r * seq_len + t`.
+    ///
+    /// Positions of padding ahead of a row's first document change, since they continue the row before.
+    #[must_use]
+    pub fn flattened(&self) -> Self {
+        let moved = |(row, document): (usize, &Document)| {
+            let moved = |range: &Range<usize>| {
+                range.start + row * self.seq_len..range.end + row * self.seq_len
+            };
+            Document {
+                runs: document.runs.iter().map(moved).collect(),
+                extent: moved(&document.extent),
+            }
+        };
+        let documents = (self.rows.iter().enumerate())
+            .flat_map(|(row, documents)| documents.iter().map(move |document| (row, document)))
+            .map(moved)
+            .collect();
+        Self {
+            seq_len: self.seq_len * self.rows.len(),
+            rows: vec![documents],
+        }
     }
 
     /// The same documents in rows of `seq_len` tokens; the new tokens at the end of each row are padding.

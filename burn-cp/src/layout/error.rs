@@ -130,6 +130,85 @@ pub enum LayoutError {
         /// The run.
         got: std::ops::Range<usize>,
     },
+    /// One of two tables has a length where the other has none.
+    #[error(
+        "seq_lens_padded, row {row}, entry {index}: expected an absent entry in both tables or in neither, got {expected} in seq_lens and {got} here"
+    )]
+    AbsentLength {
+        /// The row.
+        row: usize,
+        /// Place in the row.
+        index: usize,
+        /// Entry of the real lengths.
+        expected: i64,
+        /// Entry of the padded lengths.
+        got: i64,
+    },
+    /// The padding id stands between content.
+    #[error(
+        "token ids, row {row}: expected the padding id {padding_id} at the end of the row only, got it at token {got}, where it also occurs as content; give lengths or a mask instead"
+    )]
+    PaddingInContent {
+        /// The row.
+        row: usize,
+        /// The padding id.
+        padding_id: i64,
+        /// First place that content follows.
+        got: usize,
+    },
+    /// Boundaries cannot express padding within a document.
+    #[error(
+        "boundaries, row {row}, document {document}: expected its real tokens at {expected:?}, got {got:?}"
+    )]
+    Unpacked {
+        /// The row.
+        row: usize,
+        /// The document.
+        document: usize,
+        /// Where real tokens would have to be.
+        expected: std::ops::Range<usize>,
+        /// Where they are.
+        got: Vec<std::ops::Range<usize>>,
+    },
+    /// A dense mask has the wrong shape.
+    #[error("dense mask: expected the shape [batch, 1, seq, seq], got {got:?}")]
+    MaskShape {
+        /// The shape.
+        got: [usize; 4],
+    },
+    /// A dense mask does not have the entries that its shape says.
+    #[error("dense mask: expected entries for the shape {expected:?}, got {got}")]
+    MaskLen {
+        /// The shape.
+        expected: [usize; 4],
+        /// Number of entries.
+        got: usize,
+    },
+    /// An additive mask holds a value that neither keeps nor masks.
+    #[error(
+        "additive mask, flat entry {index}: expected 0 (keep) or at most -10000 (masked), got {got}"
+    )]
+    MaskValue {
+        /// Place in row-major order.
+        index: usize,
+        /// The value.
+        got: String,
+    },
+    /// A dense mask that documents cannot express.
+    #[error(
+        "dense mask, row {row}: expected it to be causal within every document or full within every document, got one where query {query} {} key {key}",
+        if *got { "sees" } else { "does not see" }
+    )]
+    MaskPair {
+        /// The row.
+        row: usize,
+        /// The query of the first pair that differs.
+        query: usize,
+        /// Its key.
+        key: usize,
+        /// Whether the query sees the key.
+        got: bool,
+    },
     /// Rows cannot be shortened by padding them.
     #[error("padding documents: expected a length of at least {expected} tokens, got {got}")]
     Shorter {
@@ -161,6 +240,48 @@ pub enum LayoutError {
         /// Ranks that it is for.
         expected: usize,
         /// Ranks that there are.
+        got: usize,
+    },
+    /// The layout is for one stream.
+    #[error(
+        "{what} layout: expected one flattened stream ({expected} batch row), got {got} rows; put them one behind the other with `Documents::flattened`"
+    )]
+    NotFlattened {
+        /// The layout.
+        what: &'static str,
+        /// Rows that it is for.
+        expected: usize,
+        /// Rows that there are.
+        got: usize,
+    },
+    /// The padded length of a document cannot be dealt out evenly.
+    #[error("{what} layout, document {document} at {}..{}: expected a padded length that {expected} divides, got {} ({} % {expected} = {}); pack with `align_documents` or `Documents::aligned` first", got.start, got.end, got.len(), got.len(), got.len() % expected)]
+    DocumentDivisibility {
+        /// The layout.
+        what: &'static str,
+        /// The document.
+        document: usize,
+        /// The divisor.
+        expected: usize,
+        /// Extent of the document.
+        got: std::ops::Range<usize>,
+    },
+    /// Padding between documents cannot be dealt out evenly.
+    #[error("{what} layout: expected padding between documents that {expected} divides, got {} tokens at {}..{}; count it to the extent of a document, or drop it with `Documents::aligned`", got.len(), got.start, got.end)]
+    GapDivisibility {
+        /// The layout.
+        what: &'static str,
+        /// The divisor.
+        expected: usize,
+        /// Tokens between two documents or ahead of the first.
+        got: std::ops::Range<usize>,
+    },
+    /// Documents cannot be aligned in this way.
+    #[error("aligning documents: expected a multiple of {expected} and not 0, got {got}")]
+    Alignment {
+        /// What must divide.
+        expected: usize,
+        /// Length of the row, or the multiple that was asked for.
         got: usize,
     },
     /// A range that ends before it starts.

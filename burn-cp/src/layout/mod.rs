@@ -8,15 +8,22 @@
 //! Pure host data, identical on every rank that starts from the same input. Nothing here knows
 //! tensors, masks or what attention does with documents.
 
+mod align;
+mod dense_mask;
 mod documents;
+mod dual_chunk;
 mod error;
 mod policy;
 mod sources;
 #[cfg(test)]
 mod tests;
+mod thd;
 mod token_layout;
 
+pub use align::{AlignedDocuments, align_documents};
+pub use dense_mask::{DenseMask, SelfOnly};
 pub use documents::{Document, Documents};
 pub use error::LayoutError;
 pub use policy::LayoutPolicy;
+pub use thd::ThdMetadata;
 pub use token_layout::{OwnedRange, TokenLayout};

@@ -7,12 +7,12 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Documents, LayoutError, TokenLayout};
+use super::{Documents, LayoutError, TokenLayout, dual_chunk};
 
 /// How token ranges are dealt out to ranks.
 ///
 /// In configuration files: `"identity"`, `{ contiguous = { multiple = 1 } }`, `"head-tail"`,
-/// `{ custom = [[{ start, end }, ..], ..] }`.
+/// `"dual-chunk-swap"`, `{ custom = [[{ start, end }, ..], ..] }`.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 #[non_exhaustive]
@@ -21,9 +21,8 @@ pub enum LayoutPolicy {
     Identity,
     /// Equal consecutive parts, one per rank.
     ///
-    /// Rows are padded to a multiple of `world_size * max(multiple, 2)`, so that every part is a multiple
-    /// of 2 and of `multiple` (when that is at least 2). One layout then also satisfies head-tail sharding
-    /// of the same length.
+    /// Rows are padded to a multiple of `world_size * max(multiple, 2)`, so that the length of every part is
+    /// a multiple of `multiple`, or of 2 where that is 1 or 0.
     Contiguous {
         /// What the length of every part is a multiple of.
         #[serde(default = "one")]
@@ -32,6 +31,14 @@ pub enum LayoutPolicy {
     /// Part `r` from the front and part `r` from the back of `2 * world_size` equal parts; rows are padded
     /// to a multiple of `2 * world_size`.
     HeadTail,
+    /// Head-tail within every document of one packed stream: of each extent, cut into `2 * world_size`
+    /// equal chunks, part `r` from the front and part `r` from the back, documents in order.
+    ///
+    /// Padding aside, every rank then has the same work under a causal mask over documents. Takes one row
+    /// ([`Documents::flattened`]), in which `2 * world_size` divides every extent
+    /// ([`align_documents`](super::align_documents)). Padding outside extents is dealt out in the same way;
+    /// between documents it must divide too, at the end of the row it is extended until it does.
+    DualChunkSwap,
     /// Ranges of each rank in local order, as given.
     ///
     /// They cover at least the tokens there are; what they cover beyond is padding. A rank without tokens
@@ -53,7 +60,8 @@ impl LayoutPolicy {
     /// # Errors
     ///
     /// No ranks; a policy for another number of ranks; custom ranges that overlap, leave gaps or do not
-    /// reach the end of the documents; a padded length that overflows.
+    /// reach the end of the documents; several rows, or extents that do not divide, for dual-chunk-swap; a
+    /// padded length that overflows.
     pub fn layout(
         &self,
         documents: &Documents,
@@ -78,6 +86,7 @@ impl LayoutPolicy {
                 let padded = pad("head-tail", seq_len, world_size, 2)?;
                 TokenLayout::head_tail(padded, world_size)
             }
+            Self::DualChunkSwap => dual_chunk::layout(documents, world_size),
             Self::Custom(ranks) => custom(ranks, seq_len, world_size),
         }
     }

@@ -1,4 +1,4 @@
-//! Document tables from what users have: lengths, boundaries, ids, 0/1 masks.
+//! Document tables from what users have: lengths, boundaries, ids, masks of one entry per token.
 
 use std::ops::Range;
 
@@ -161,6 +161,58 @@ impl Documents {
         }
         Self::from_runs(rows, seq_len)
     }
+
+    /// Documents by an integer mask: 0 is padding; if no value is above 1 the others are real tokens of one
+    /// document per row, else they are ids.
+    ///
+    /// The whole table is read in one way: as [`from_mask`](Self::from_mask) or as
+    /// [`from_ids`](Self::from_ids) does. There is no reader for integer masks of four dims, see
+    /// [`DenseMask`](super::DenseMask).
+    ///
+    /// # Errors
+    ///
+    /// No rows or no tokens, rows of different length, negative values.
+    pub fn from_mask_values(values: &[Vec<i64>]) -> Result<Self, LayoutError> {
+        let seq_len = values.first().map_or(0, Vec::len);
+        for (row, values) in values.iter().enumerate() {
+            check_row_len("attention mask", row, seq_len, values.len())?;
+            check_not_negative("attention mask", row, values)?;
+        }
+        if values.iter().flatten().any(|&value| value > 1) {
+            return Self::from_ids(values);
+        }
+        let real = |row: &Vec<i64>| row.iter().map(|&value| value != 0).collect();
+        Self::from_mask(&values.iter().map(real).collect::<Vec<Vec<bool>>>())
+    }
+
+    /// One document per row of token ids that ends where nothing but `padding_id` follows.
+    ///
+    /// For streams that come without lengths, ids or mask. Nothing is guessed: a vocabulary whose padding
+    /// id is also a token of the text needs one of those.
+    ///
+    /// # Errors
+    ///
+    /// No rows or no tokens, rows of different length, and [`LayoutError::PaddingInContent`] if content
+    /// follows `padding_id`.
+    pub fn from_token_ids(ids: &[Vec<i64>], padding_id: i64) -> Result<Self, LayoutError> {
+        let seq_len = ids.first().map_or(0, Vec::len);
+        let mut lengths = Vec::with_capacity(ids.len());
+        for (row, ids) in ids.iter().enumerate() {
+            check_row_len("token ids", row, seq_len, ids.len())?;
+            let last = ids.iter().rposition(|&id| id != padding_id);
+            let length = last.map_or(0, |last| last + 1);
+            if let Some(got) = ids[..length].iter().position(|&id| id == padding_id) {
+                return Err(LayoutError::PaddingInContent {
+                    row,
+                    padding_id,
+                    got,
+                });
+            }
+            // A row of padding has no document, rather than an empty one.
+            lengths.push(Vec::from_iter((length > 0).then_some(length)));
+        }
+        Self::from_lengths(&lengths, seq_len)
+    }
 }
 
 /// Documents one behind the other, from pairs of real and padded length.
@@ -181,7 +233,7 @@ fn consecutive(lengths: impl Iterator<Item = (usize, usize)>) -> Vec<Document> {
         .collect()
 }
 
-fn check_row_len(
+pub(super) fn check_row_len(
     what: &'static str,
     row: usize,
     expected: usize,

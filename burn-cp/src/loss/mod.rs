@@ -47,7 +47,7 @@ impl<B: ContextParallelBackend> TokenLoss<B> {
     }
 }
 
-/// The sums that a token-mean loss is made of, before it is known by how many labels to divide.
+/// What a token-mean loss is divided by.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct NumLabels {
     /// Labels over all ranks of the loss group, and over all microbatches of a step.
@@ -84,8 +84,10 @@ impl<B: ContextParallelBackend> CpStep<B> {
     /// # Errors
     /// The step has no labels, the logits have another shape, a label is outside of them, or the ranks could not talk.
     pub fn cross_entropy(&self, logits: Tensor<B, 3>) -> Result<TokenLoss<B>, StepError> {
+        // What is wrong with labels or logits is found before any rank is met.
+        let sum = self.cross_entropy_sum(logits)?;
         let num_labels = self.num_labels()?;
-        self.cross_entropy_over(logits, num_labels)
+        Ok(self.share(sum, num_labels))
     }
 
     /// [`Self::cross_entropy`], divided by a given number of labels: that of all microbatches whose gradients are summed.
@@ -98,15 +100,20 @@ impl<B: ContextParallelBackend> CpStep<B> {
         num_labels: NumLabels,
     ) -> Result<TokenLoss<B>, StepError> {
         let sum = self.cross_entropy_sum(logits)?;
+        Ok(self.share(sum, num_labels))
+    }
+
+    /// This rank's sum as a share of the loss of all ranks.
+    fn share(&self, sum: Tensor<B, 1>, num_labels: NumLabels) -> TokenLoss<B> {
         #[allow(clippy::cast_precision_loss)]
         // Not a division: Burn rounds the gradient of one by a scalar to f32, also in f64.
         let local = sum.mul_scalar(1.0 / num_labels.global.max(1) as f64);
         let global = collectives::all_reduce(local.clone().detach(), self.loss_group());
-        Ok(TokenLoss {
+        TokenLoss {
             local,
             global,
             group: self.loss_group().clone(),
-        })
+        }
     }
 
     fn cross_entropy_sum(&self, logits: Tensor<B, 3>) -> Result<Tensor<B, 1>, StepError> {

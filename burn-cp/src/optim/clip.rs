@@ -5,7 +5,7 @@ use std::collections::HashSet;
 use burn::{
     module::{AutodiffModule, ModuleVisitor, Param, ParamId},
     optim::GradientsParams,
-    tensor::{Tensor, backend::AutodiffBackend},
+    tensor::{DType, FloatDType, Tensor, backend::AutodiffBackend},
 };
 
 /// Scales all gradients so that their common Euclidean norm is at most `max_norm`; returns them with the norm they had.
@@ -59,8 +59,16 @@ impl<B: AutodiffBackend> ModuleVisitor<B> for SquaredNorm<'_, B> {
         let Some(grad) = self.grads.get::<B::InnerBackend, D>(param.id) else {
             return;
         };
+        // Squares of small dtypes overflow, and sums of different dtypes do not add up.
+        let grad = match grad.dtype() {
+            DType::F64 => grad,
+            _ => grad.cast(FloatDType::F32),
+        };
         let squared = grad.clone().mul(grad).sum();
         self.sum = Some(match self.sum.take() {
+            Some(sum) if sum.dtype() != squared.dtype() => {
+                sum.cast(FloatDType::F64) + squared.cast(FloatDType::F64)
+            }
             Some(sum) => sum + squared,
             None => squared,
         });

@@ -14,7 +14,7 @@ use super::{
 use crate::{
     attention::ContextParallelBackend,
     batch::SequenceBatch,
-    comm::{CommError, Groups, ProcessGroup, ProgramOrder},
+    comm::{Groups, ProcessGroup, ProgramOrder},
     plan::MaskKind,
 };
 
@@ -30,8 +30,28 @@ impl ContextParallel {
     /// Takes part in a run on the mesh that `groups` was bound to.
     ///
     /// # Errors
-    /// An axis of the configuration that the mesh does not have.
-    pub fn new(groups: &Groups, config: ContextParallelConfig) -> Result<Self, CommError> {
+    /// An axis of the configuration that the mesh does not have; loss axes without the axis that sequences are sharded over,
+    /// whose ranks hold parts of one loss; a stream that is declared twice.
+    pub fn new(groups: &Groups, config: ContextParallelConfig) -> Result<Self, StepError> {
+        if !config.loss_axes.contains(&config.cp_axis) {
+            return Err(StepError::Invalid {
+                what: "loss_axes".into(),
+                expected: format!("axes that include cp_axis = {:?}", config.cp_axis),
+                got: format!("{:?}", config.loss_axes),
+            });
+        }
+        for (i, stream) in config.streams.iter().enumerate() {
+            if config.streams[..i]
+                .iter()
+                .any(|other| other.name == stream.name)
+            {
+                return Err(StepError::Invalid {
+                    what: "streams".into(),
+                    expected: "each name declared once".into(),
+                    got: format!("{:?} twice", stream.name),
+                });
+            }
+        }
         let cp = groups.along(&[config.cp_axis.as_str()])?;
         let loss_axes: Vec<&str> = config.loss_axes.iter().map(String::as_str).collect();
         let loss = groups.along(&loss_axes)?;
@@ -68,7 +88,8 @@ impl ContextParallel {
 
     /// Checks a batch, plans it, and cuts out this rank's part. Every rank of the group must call it with the same batch.
     ///
-    /// No tensor travels; one host message confirms that all ranks have the same batch and plan. The step's differentiable
+    /// No tensor travels; one host message confirms that all ranks have the same ids, labels, positions, documents, media
+    /// grids and placeholders, and the same plan. The values of float tensors are not compared. The step's differentiable
     /// collectives are chained in an order of its own; see [`Self::shard_in_order`] for several steps with one backward pass.
     ///
     /// # Errors

@@ -66,8 +66,8 @@ impl<'a, V> FrameSharded<'a, V> {
     /// frame; the gradient of a dummy frame is zero. Where they are not (see [`plan_frames`]), every rank runs the tower on
     /// everything and nothing travels.
     ///
-    /// On a backend with gradients, a rank must keep something of the result alive until its next differentiable collective
-    /// has been recorded, even if its tokens need none of it: its backward pass takes part in the adjoint.
+    /// On a backend with gradients, every rank's loss must depend on the result or on a later differentiable collective of
+    /// the same order, even if its tokens need no feature: its backward pass takes part in the adjoint.
     ///
     /// # Errors
     /// No entry; grids that do not divide into merge blocks or do not match the pixel rows. [`VisionError::Tower`] where the

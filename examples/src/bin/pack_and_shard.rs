@@ -5,7 +5,7 @@ use std::{error::Error, ops::Range, process::ExitCode, sync::Arc};
 use burn_cp::{
     layout::Documents,
     plan::{AttentionPlan, KvShape, MaskKind},
-    vision::{VisionShardingConfig, plan_frames},
+    vision::plan_frames,
 };
 use burn_cp_examples::{
     data::{Pack, Split, vocabulary},
@@ -177,15 +177,10 @@ fn show_plan(plan: &AttentionPlan, config: &TrainConfig) -> Result<(), Box<dyn E
 fn show_frames(pack: &Pack, config: &TrainConfig) -> Result<(), Box<dyn Error>> {
     let vision = config.model().vision_config;
     let grids: Vec<[usize; 3]> = pack.media.iter().map(|media| media.grid).collect();
-    let alpha = 3 * vision.hidden_size as u64;
+    let sharding = config.context_parallel().vision;
+    let alpha = sharding.alpha(vision.hidden_size);
     let merge = vision.spatial_merge_size;
-    let shares = plan_frames(
-        &grids,
-        merge,
-        config.ranks,
-        alpha,
-        &VisionShardingConfig::always(),
-    )?;
+    let shares = plan_frames(&grids, merge, config.ranks, alpha, &sharding)?;
     println!("\n{} images and videos", grids.len());
     for (rank, share) in shares.shares().iter().enumerate() {
         println!(

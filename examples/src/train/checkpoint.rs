@@ -91,6 +91,10 @@ pub struct TrainState {
     pub step: u64,
     /// Their losses.
     pub losses: Vec<f64>,
+    /// Frames that each rank's vision tower encoded.
+    pub vision_frames_per_rank: Vec<u64>,
+    /// K/V tokens that each rank received from others in the attention of one layer.
+    pub kv_tokens_received: Vec<u64>,
     config: TrainConfig,
 }
 
@@ -100,6 +104,8 @@ impl TrainState {
         Self {
             step: 0,
             losses: Vec::new(),
+            vision_frames_per_rank: vec![0; config.ranks],
+            kv_tokens_received: vec![0; config.ranks],
             config: config.clone(),
         }
     }
@@ -170,9 +176,7 @@ impl Checkpoints {
         };
         let manifest =
             serde_json::to_vec_pretty(&manifest).map_err(|error| record(error.to_string()))?;
-        if partial.exists() {
-            fs::remove_dir_all(&partial).map_err(io_error(&partial))?;
-        }
+        self.remove_partial()?;
         fs::create_dir_all(&partial).map_err(io_error(&partial))?;
         for (file, bytes) in [
             ("model.mpk", &model),
@@ -183,7 +187,11 @@ impl Checkpoints {
         }
         let target = self.folder.join(&name);
         if target.exists() {
-            fs::remove_dir_all(&target).map_err(io_error(&target))?;
+            // Only a run that resumes and is stopped at once gets here. The old one gives way last.
+            let old = self.folder.join(format!(".{name}-old.partial"));
+            fs::rename(&target, &old).map_err(io_error(&target))?;
+            fs::rename(&partial, &target).map_err(io_error(&target))?;
+            return fs::remove_dir_all(&old).map_err(io_error(&old));
         }
         fs::rename(&partial, &target).map_err(io_error(&target))?;
         for old in self.names()?.iter().rev().skip(KEPT) {
@@ -206,7 +214,7 @@ impl Checkpoints {
                 .file_name()
                 .to_string_lossy()
                 .into_owned();
-            if name.starts_with("step-") {
+            if step_of(&name).is_some() {
                 names.push(name);
             }
         }
@@ -228,6 +236,35 @@ impl Checkpoints {
             read_checked(&folder.join(file), hash)?;
         }
         Ok(manifest.state)
+    }
+
+    /// Removes the checkpoints of an earlier run, complete or not, and nothing else.
+    pub(super) fn remove(&self) -> Result<(), CheckpointError> {
+        for name in self.names()? {
+            let folder = self.folder.join(name);
+            let manifest = fs::read(folder.join("state.json")).unwrap_or_default();
+            if String::from_utf8_lossy(&manifest).contains(FORMAT) {
+                fs::remove_dir_all(&folder).map_err(io_error(&folder))?;
+            }
+        }
+        self.remove_partial()
+    }
+
+    /// Removes what a killed run had begun to write.
+    fn remove_partial(&self) -> Result<(), CheckpointError> {
+        let Ok(entries) = fs::read_dir(&self.folder) else {
+            return Ok(());
+        };
+        for entry in entries.flatten() {
+            let name = entry.file_name().to_string_lossy().into_owned();
+            let step = name
+                .strip_prefix('.')
+                .and_then(|name| name.strip_suffix(".partial"));
+            if step.and_then(step_of).is_some() {
+                fs::remove_dir_all(entry.path()).map_err(io_error(&entry.path()))?;
+            }
+        }
+        Ok(())
     }
 
     fn manifest(&self) -> Result<(PathBuf, Manifest), CheckpointError> {
@@ -292,7 +329,7 @@ impl Checkpoints {
     }
 }
 
-/// Continuing changes nothing that decides what is trained; only how long, and how it is computed, may differ.
+/// Continuing changes nothing that decides what is trained or how; only what is measured, and how often, may differ.
 fn check_same_run(
     path: &Path,
     old: &TrainConfig,
@@ -324,6 +361,12 @@ fn check_same_run(
         }
     }
     Ok(())
+}
+
+/// The step of a checkpoint's folder; `None` for other names.
+fn step_of(name: &str) -> Option<u64> {
+    let digits = name.strip_prefix("step-")?;
+    (digits.len() == 8).then(|| digits.parse().ok()).flatten()
 }
 
 fn sha256(bytes: &[u8]) -> String {

@@ -14,7 +14,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use plotters::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use super::{Score, TrainConfig, TrainState, checkpoint::Checkpoints};
+use super::{CheckpointError, Score, TrainConfig, TrainState, checkpoint::Checkpoints};
 
 /// A report that cannot be written.
 #[derive(Debug, thiserror::Error)]
@@ -28,6 +28,9 @@ pub enum ReportError {
         /// The system's reason.
         source: io::Error,
     },
+    /// Checkpoints of an earlier run cannot be removed.
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
     /// The curve cannot be drawn.
     #[error("{path}: {reason}")]
     Draw {
@@ -256,11 +259,7 @@ fn remove_earlier_run(out: &Path) -> Result<(), ReportError> {
             fs::remove_file(&path).map_err(io_error(&path))?;
         }
     }
-    let checkpoints = out.join("checkpoints");
-    if checkpoints.exists() {
-        fs::remove_dir_all(&checkpoints).map_err(io_error(&checkpoints))?;
-    }
-    Ok(())
+    Ok(checkpoints_in(out).remove()?)
 }
 
 /// The lines up to a step; what a killed run reported behind its last checkpoint is done, and reported, again.

@@ -1,6 +1,12 @@
 //! `train-vlm` behind its flags.
 
-use std::path::PathBuf;
+use std::{
+    path::PathBuf,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+};
 
 use burn::backend::{Autodiff, Flex, autodiff::checkpoint::strategy::BalancedCheckpointing};
 use burn_cp::launch::LaunchError;
@@ -84,6 +90,16 @@ pub enum RunError {
     Report(#[from] ReportError),
     #[error(transparent)]
     Launch(#[from] LaunchError),
+    /// The comparison has no result.
+    #[error(
+        "the run cannot be compared with one rank: losses differ by {loss}, gradients by {gradient}"
+    )]
+    Incomparable {
+        /// Largest relative difference of the loss.
+        loss: f64,
+        /// Largest relative difference of a gradient.
+        gradient: f64,
+    },
     /// Ctrl-C cannot be caught.
     #[error("cannot listen for Ctrl-C: {0}")]
     Interrupt(#[from] ctrlc::Error),
@@ -134,10 +150,12 @@ pub fn run(args: &TrainArgs) -> Result<bool, RunError> {
         None
     };
     let reporter = Reporter::new(&args.out, config.steps, resumed.as_ref())?;
-    let interrupt = reporter.interrupt();
+    let (interrupt, done) = (reporter.interrupt(), Arc::new(AtomicBool::new(false)));
+    let written = done.clone();
     ctrlc::set_handler(move || {
-        // A second Ctrl-C does not wait for the step to end; checkpoints are whole or absent either way.
-        if interrupt.swap(true, std::sync::atomic::Ordering::Relaxed) {
+        // A second Ctrl-C does not wait for the step to end; what is written is whole either way. Behind the run itself
+        // nothing is left to save.
+        if interrupt.swap(true, Ordering::Relaxed) || written.load(Ordering::Relaxed) {
             std::process::exit(130);
         }
     })?;
@@ -159,16 +177,24 @@ pub fn run(args: &TrainArgs) -> Result<bool, RunError> {
     reporter.finish();
     let mut curves = vec![(format!("{mesh}"), outcome.losses.clone())];
     let mut summary = summarize(&config, &outcome, interrupted);
+    reporter.draw(&curves)?;
+    reporter.write_summary(&summary)?;
+    done.store(true, Ordering::Relaxed);
     if args.compare && !interrupted {
         println!("training with one rank from the same start ...");
         let reference = train_on_cpu(&config.on_one_rank(), None, false, true)?;
         let grads = |outcome: &Outcome| outcome.first_gradients.clone().unwrap_or_default();
-        summary.max_rel_diff = Some(max_rel_diff(&outcome.losses, &reference.losses));
-        summary.max_rel_grad_diff = Some(max_rel_grad_diff(&grads(&outcome), &grads(&reference)));
+        let loss = max_rel_diff(&outcome.losses, &reference.losses);
+        let gradient = max_rel_grad_diff(&grads(&outcome), &grads(&reference));
+        if !(loss.is_finite() && gradient.is_finite()) {
+            return Err(RunError::Incomparable { loss, gradient });
+        }
+        summary.max_rel_diff = Some(loss);
+        summary.max_rel_grad_diff = Some(gradient);
         curves.push(("one rank".to_owned(), reference.losses));
+        reporter.draw(&curves)?;
+        reporter.write_summary(&summary)?;
     }
-    reporter.draw(&curves)?;
-    reporter.write_summary(&summary)?;
     show(&summary, &args.out);
     Ok(interrupted)
 }

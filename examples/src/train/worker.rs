@@ -67,13 +67,15 @@ pub enum WorkerError {
     Checkpoint(#[from] CheckpointError),
     #[error(transparent)]
     Report(#[from] ReportError),
-    /// The loss is no number.
-    #[error("the loss of step {step} is {loss}: lower the learning rate")]
+    /// Loss or gradients are no numbers.
+    #[error("step {step} has loss {loss} and gradient norm {norm}: lower the learning rate")]
     Diverged {
         /// The step.
         step: u64,
         /// Its loss.
         loss: f64,
+        /// Norm of its gradients.
+        norm: f64,
     },
 }
 
@@ -110,6 +112,8 @@ struct Worker<'a, B: TrainBackend> {
     shared: Option<&'a Reporter>,
     device: B::Device,
     groups: Groups,
+    /// Place along the data-parallel axis.
+    dp_rank: usize,
     cp: ContextParallel,
     packs: PackSource,
     heldout: PackSource,
@@ -134,7 +138,11 @@ where
         rank: &RankContext,
         reporter: Option<&'a Reporter>,
     ) -> Result<Self, WorkerError> {
-        let groups = comm::bind(&config.mesh()?, rank)?;
+        let mesh = config.mesh()?;
+        let dp_rank = mesh
+            .coordinate(rank.rank(), "dp")
+            .map_err(CommError::from)?;
+        let groups = comm::bind(&mesh, rank)?;
         let cp = ContextParallel::new(&groups, config.context_parallel())?;
         Ok(Self {
             config,
@@ -142,6 +150,7 @@ where
             shared: reporter,
             device: B::Device::default(),
             groups,
+            dp_rank,
             cp,
             packs: config.packs(Split::Train)?,
             heldout: config.packs(Split::HeldOut)?,
@@ -168,6 +177,9 @@ where
                 &self.device,
             )?;
             (model, optimizer, state) = loaded;
+            let rank = self.groups.global_rank();
+            self.counts.frames = state.vision_frames_per_rank[rank];
+            self.counts.kv_tokens = state.kv_tokens_received[rank];
         }
         let mut outcome = Outcome {
             losses: state.losses.clone(),
@@ -178,16 +190,14 @@ where
             if keep_gradients && state.step == 0 {
                 outcome.first_gradients = Some(named(&grads, &model));
             }
-            let (grads, _) = clip_by_global_norm::<B, _>(grads, &model, self.config.clip_norm);
-            model = optimizer.step(learning_rate(self.config, state.step), model, grads);
-            if !loss.is_finite() {
-                return Err(WorkerError::Diverged {
-                    step: state.step,
-                    loss,
-                });
+            let (grads, norm) = clip_by_global_norm::<B, _>(grads, &model, self.config.clip_norm);
+            if !(loss.is_finite() && norm.is_finite()) {
+                let step = state.step;
+                return Err(WorkerError::Diverged { step, loss, norm });
             }
+            model = optimizer.step(learning_rate(self.config, state.step), model, grads);
             state.advance(loss);
-            let stop = self.after_step(&model, &optimizer, &state)?;
+            let stop = self.after_step(&model, &optimizer, &mut state)?;
             if stop {
                 break;
             }
@@ -228,7 +238,7 @@ where
     /// The packs of a step that this rank's group trains on, one row each.
     fn packs_of(&self, step: u64) -> Vec<Pack> {
         let (dp, per_step) = (self.config.dp as u64, self.config.packs_per_step as u64);
-        let dp_rank = (self.groups.global_rank() / self.cp.group().size()) as u64;
+        let dp_rank = self.dp_rank as u64;
         (0..per_step)
             .filter(|j| j % dp == dp_rank)
             .map(|j| self.packs.pack(step * per_step + j))
@@ -267,7 +277,7 @@ where
         &mut self,
         model: &SequenceSharded<Qwen3Vl<B>>,
         optimizer: &O,
-        state: &TrainState,
+        state: &mut TrainState,
     ) -> Result<bool, WorkerError>
     where
         O: Optimizer<SequenceSharded<Qwen3Vl<B>>, B>,
@@ -283,7 +293,7 @@ where
             .host_all_gather("interrupt", interrupted)?
             .contains(&true)
             && !last;
-        let score = if state.step.is_multiple_of(self.config.eval_every) && !last && !stop {
+        let score = if state.step.is_multiple_of(self.config.eval_every) && !last {
             Some(evaluate(
                 &model.valid(),
                 &self.cp,
@@ -294,16 +304,30 @@ where
         } else {
             None
         };
-        let Some(reporter) = self.reporter else {
-            return Ok(stop);
-        };
-        reporter.step(state, score, self.tokens_per_s())?;
-        if last || stop || state.step.is_multiple_of(self.config.checkpoint_every) {
-            reporter
-                .checkpoints()
-                .save::<B, _, _>(model, optimizer, state)?;
+        let save = last || stop || state.step.is_multiple_of(self.config.checkpoint_every);
+        if save {
+            self.gather_counts(state)?;
+        }
+        if let Some(reporter) = self.reporter {
+            reporter.step(state, score, self.tokens_per_s())?;
+            if save {
+                reporter
+                    .checkpoints()
+                    .save::<B, _, _>(model, optimizer, state)?;
+            }
         }
         Ok(stop)
+    }
+
+    /// Writes what every rank has counted into the state.
+    fn gather_counts(&self, state: &mut TrainState) -> Result<(), WorkerError> {
+        let counts = self
+            .groups
+            .world()?
+            .host_all_gather("counts", self.counts)?;
+        state.vision_frames_per_rank = counts.iter().map(|counts| counts.frames).collect();
+        state.kv_tokens_received = counts.iter().map(|counts| counts.kv_tokens).collect();
+        Ok(())
     }
 
     #[allow(clippy::cast_precision_loss)]

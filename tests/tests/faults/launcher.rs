@@ -183,3 +183,21 @@ fn an_error_names_the_last_operation_between_ranks() {
         "its own code, after control[sizes] #0 of group cp[0, 1]"
     );
 }
+
+#[test]
+fn a_known_failure_ends_the_wait_for_ranks_that_never_end() {
+    let start = Instant::now();
+    let world = threads_detached(2, ThreadsOptions::default(), |rank: RankContext| {
+        if rank.rank() == 1 {
+            thread::sleep(Duration::from_secs(60));
+        }
+        Err::<(), _>("rank 0 gives up")
+    });
+    let error = world.unwrap().wait(Duration::from_secs(50)).unwrap_err();
+    assert!(error.to_string().contains("rank 0 gives up"), "{error}");
+    assert!(
+        start.elapsed() < Duration::from_secs(20),
+        "took {:?}",
+        start.elapsed()
+    );
+}

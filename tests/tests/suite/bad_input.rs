@@ -14,7 +14,7 @@ use burn_cp::{
     layout::{Documents, LayoutError, LayoutPolicy},
     mesh::{DeviceMesh, MeshError},
     nn::{ContextParallelAttentionConfig, NnError},
-    sharder::{ContextParallelConfig, StepError},
+    sharder::{ContextParallel, ContextParallelConfig, StepError},
 };
 use burn_cp_tests::{sharder, with_deadline};
 
@@ -355,4 +355,25 @@ fn ranks_with_different_batches_disagree() {
             "{error}"
         );
     }
+}
+
+#[test]
+fn loss_axes_that_leave_out_the_sharded_axis_are_refused() {
+    let mesh = DeviceMesh::new([("dp", 1), ("cp", 2)]).unwrap();
+    let errors = launch::threads(2, |rank| {
+        let groups = comm::bind(&mesh, &rank)?;
+        let config = ContextParallelConfig {
+            loss_axes: vec!["dp".to_owned()],
+            ..ContextParallelConfig::default()
+        };
+        let error = ContextParallel::new(&groups, config).expect_err("half a loss");
+        Ok::<_, CommError>(error.to_string())
+    })
+    .unwrap();
+    assert_eq!(errors[0], errors[1]);
+    assert!(
+        errors[0].contains("loss_axes") && errors[0].contains("cp"),
+        "{}",
+        errors[0]
+    );
 }

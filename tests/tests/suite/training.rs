@@ -1,6 +1,9 @@
 //! Training a real multimodal model on N ranks equals training it on one.
 
-use burn::backend::{Autodiff, NdArray};
+use burn::backend::{
+    Autodiff, NdArray,
+    autodiff::checkpoint::strategy::{BalancedCheckpointing, CheckpointStrategy, NoCheckpointing},
+};
 use burn_cp_examples::train::{
     Exchange, Layout, ModelSize, TrainConfig, Vision, grid, max_rel_diff, max_rel_grad_diff, train,
 };
@@ -18,17 +21,18 @@ fn every_pair_of_settings_trains_as_one_rank_does() {
 }
 
 /// In f64 nothing but the order of sums differs, so losses and all gradients agree far below any modelling error.
-#[test]
-fn in_f64_losses_and_gradients_agree_to_nine_digits() {
+fn agrees_in_f64<C: CheckpointStrategy>(freeze_vision: bool) {
     let base = TrainConfig {
         steps: 3,
         size: ModelSize::Tiny,
         tokens: 200,
         heldout_packs: 1,
+        freeze_vision,
         ..TrainConfig::default()
     };
-    let train =
-        |config: &TrainConfig| train::<Autodiff<NdArray<f64>>>(config, None, false, true).unwrap();
+    let train = |config: &TrainConfig| {
+        train::<Autodiff<NdArray<f64>, C>>(config, None, false, true).unwrap()
+    };
     let reference = train(&base.on_one_rank());
     for (ranks, dp, layout, exchange, vision) in [
         (
@@ -76,5 +80,13 @@ fn in_f64_losses_and_gradients_agree_to_nine_digits() {
             loss <= 1e-9 && gradient <= 1e-9,
             "{ranks} {dp} {layout:?} {exchange:?}: {loss:e} {gradient:e}"
         );
+    }
+}
+
+#[test]
+fn in_f64_losses_and_gradients_agree_to_nine_digits() {
+    for freeze_vision in [false, true] {
+        agrees_in_f64::<NoCheckpointing>(freeze_vision);
+        agrees_in_f64::<BalancedCheckpointing>(freeze_vision);
     }
 }

@@ -241,6 +241,7 @@ fn layouts_and_policies_survive_serialisation_and_bad_text_is_refused() {
         LayoutPolicy::Identity,
         LayoutPolicy::Contiguous { multiple: 3 },
         LayoutPolicy::HeadTail,
+        LayoutPolicy::DualChunkSwap,
         LayoutPolicy::Custom(vec![vec![0..2]]),
     ] {
         let text = serde_json::to_string(&policy).unwrap();
@@ -248,6 +249,10 @@ fn layouts_and_policies_survive_serialisation_and_bad_text_is_refused() {
     }
     let read = |text| serde_json::from_str::<LayoutPolicy>(text);
     assert_eq!(read(r#""head-tail""#).unwrap(), LayoutPolicy::HeadTail);
+    assert_eq!(
+        read(r#""dual-chunk-swap""#).unwrap(),
+        LayoutPolicy::DualChunkSwap
+    );
     let contiguous = LayoutPolicy::Contiguous { multiple: 1 };
     assert_eq!(read(r#"{"contiguous":{}}"#).unwrap(), contiguous);
     assert!(read(r#"{"contiguous":{"multipel":2}}"#).is_err());
