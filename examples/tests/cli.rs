@@ -223,6 +223,8 @@ fn documents_and_weights_do_not_depend_on_how_the_run_is_sharded() {
         ],
     );
     assert!((one - four).abs() <= 1e-5 * one, "{one} {four}");
+    let swapped = first("swapped", &["--ranks", "2", "--layout", "dual-chunk-swap"]);
+    assert!((one - swapped).abs() <= 1e-5 * one, "{one} {swapped}");
     let other = first("other", &["--ranks", "1", "--seed", "9"]);
     assert!(
         (one - other).abs() > 1e-4,
@@ -248,7 +250,7 @@ fn wrong_flags_are_refused_before_anything_is_written() {
         (&["--steps", "0"], "steps: expected at least 1, got 0"),
         (
             &["--layout", "striped"],
-            "possible values: contiguous, head-tail",
+            "possible values: contiguous, head-tail, dual-chunk-swap",
         ),
         (&["--rank", "2"], "unexpected argument"),
         (&["--resume", "--compare"], "cannot be used with"),
@@ -396,5 +398,7 @@ fn pack_and_shard_prints_documents_layout_and_plan() {
     ] {
         assert!(text.contains(part), "{part}: {text}");
     }
+    let swapped = succeed(run(&["--ranks", "2", "--layout", "dual-chunk-swap"]));
+    assert!(swapped.contains("rank 1: tokens"), "{swapped}");
     assert!(refuse(run(&["--ranks", "0"])).contains("got 0"));
 }

@@ -93,6 +93,12 @@ pub fn random_layout(random: &mut Random, world_size: usize, seq_len: usize) -> 
     }
 }
 
+/// The documents as dual-chunk-swap wants them: one row, every document padded to a multiple of two chunks per rank.
+pub fn for_dual_chunk_swap(documents: &Documents, world_size: usize) -> Documents {
+    let aligned = documents.aligned(2 * world_size);
+    aligned.expect("lengths that fit").documents.flattened()
+}
+
 fn random_ranges(random: &mut Random, world_size: usize, seq_len: usize) -> Vec<Vec<Range<usize>>> {
     let end = seq_len
         + if random.once_in(3) {

@@ -64,6 +64,10 @@ fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     show_pack(&pack);
     let documents =
         Documents::from_lengths(std::slice::from_ref(&pack.document_lengths), args.tokens)?;
+    let documents = match config.alignment() {
+        Some(multiple) => documents.aligned(multiple)?.documents.flattened(),
+        None => documents,
+    };
     let sharding = config.context_parallel();
     let layout = sharding.layout.layout(&documents, args.ranks)?;
     let documents = Arc::new(documents.padded_to(layout.seq_len())?);

@@ -22,6 +22,9 @@ pub enum Layout {
     Contiguous,
     /// A part from the front and one from the back, which balances causal attention over one long document.
     HeadTail,
+    /// Head and tail of every document, which balances packed ones too; the packs of a step become one stream, and every
+    /// document is padded to a multiple of two chunks per rank.
+    DualChunkSwap,
 }
 
 /// How keys and values get to the ranks that need them.
@@ -202,6 +205,7 @@ impl TrainConfig {
             layout: match self.layout {
                 Layout::Contiguous => LayoutPolicy::Contiguous { multiple: 1 },
                 Layout::HeadTail => LayoutPolicy::HeadTail,
+                Layout::DualChunkSwap => LayoutPolicy::DualChunkSwap,
             },
             exchange: match self.exchange {
                 Exchange::AllGather => ExchangeStrategy::AllGather,
@@ -214,6 +218,12 @@ impl TrainConfig {
             padding_token_id: vocabulary::PAD,
             ..ContextParallelConfig::default()
         }
+    }
+
+    /// What every document is padded to a multiple of, where the layout needs it.
+    pub fn alignment(&self) -> Option<usize> {
+        let chunks = 2 * self.ranks / self.dp.max(1);
+        (self.layout == Layout::DualChunkSwap).then_some(chunks)
     }
 
     /// The packs of one split.
@@ -242,6 +252,7 @@ impl TrainConfig {
         Self {
             ranks: 1,
             dp: 1,
+            layout: Layout::Contiguous,
             vision: Vision::Replicated,
             ..self.clone()
         }

@@ -44,7 +44,12 @@ pub fn evaluate<B: ContextParallelBackend, M: SequenceModel<B>>(
     let mut score = Score::default();
     // dp ranks may have different numbers of packs: they meet only when the scores are added up.
     for index in (0..config.heldout_packs).filter(|index| index % config.dp as u64 == dp_rank) {
-        let batch = to_batch::<B>(&[source.pack(index)], source.shape(), device)?;
+        let batch = to_batch::<B>(
+            &[source.pack(index)],
+            source.shape(),
+            config.alignment(),
+            device,
+        )?;
         let step = cp.shard(batch, device)?;
         let logits: Tensor<B, 3> = model.forward(&step)?;
         let choices = logits.argmax(2).into_data();

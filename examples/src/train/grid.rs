@@ -98,12 +98,12 @@ impl CaseResult {
     }
 }
 
-/// The whole grid: 2 and 4 ranks and dp 2 × cp 2, both layouts, exchanges and vision settings, frozen and trained tower, both
+/// The whole grid: 2 and 4 ranks and dp 2 × cp 2, three layouts, both exchanges and vision settings, frozen and trained tower, both
 /// checkpointing strategies.
 pub fn full(steps: u64) -> Vec<Case> {
     let mut cases = Vec::new();
     for (ranks, dp) in [(2, 1), (4, 1), (4, 2)] {
-        for layout in [Layout::Contiguous, Layout::HeadTail] {
+        for layout in [Layout::Contiguous, Layout::HeadTail, Layout::DualChunkSwap] {
             for exchange in [Exchange::AllGather, Exchange::NeededOnly] {
                 for vision in [Vision::Replicated, Vision::Sharded] {
                     for freeze_vision in [false, true] {
@@ -221,9 +221,9 @@ mod tests {
 
     #[test]
     fn the_subset_is_small_and_meets_every_pair() {
-        assert_eq!(full(20).len(), 96);
+        assert_eq!(full(20).len(), 144);
         let chosen = pairwise(20);
-        assert!(chosen.len() <= 10, "{}", chosen.len());
+        assert!(chosen.len() <= 12, "{}", chosen.len());
         let pairs = |cases: &[Case]| -> HashSet<_> {
             let of = |case: &Case| {
                 let f = case.factors();

@@ -223,7 +223,12 @@ where
     ) -> Result<(f64, GradientsParams), WorkerError> {
         let packs = self.packs_of(step);
         let start = Instant::now();
-        let batch = to_batch::<B>(&packs, self.packs.shape(), &self.device)?;
+        let batch = to_batch::<B>(
+            &packs,
+            self.packs.shape(),
+            self.config.alignment(),
+            &self.device,
+        )?;
         let step = self.cp.shard(batch, &self.device)?;
         let logits = model.forward(&step)?;
         let loss = step.cross_entropy(logits)?;

@@ -21,8 +21,8 @@ use burn_cp::{
 };
 use burn_cp_tests::{
     Attention, Problem, Random, attention_in_f64, attention_in_tensor_ops, backward, floats,
-    on_groups, random_documents, random_layout, random_mask, relative_error, sharder, to_bits,
-    visible,
+    for_dual_chunk_swap, on_groups, random_documents, random_layout, random_mask, relative_error,
+    sharder, to_bits, visible,
 };
 
 #[derive(Debug, Clone)]
@@ -37,9 +37,15 @@ pub(crate) struct Case {
 
 impl Case {
     fn random(random: &mut Random) -> Self {
-        let batch = random.int(1..=3);
-        let documents = random_documents(random, batch);
         let world_size = random.int(1..=8);
+        let batch = random.int(1..=3);
+        let mut documents = random_documents(random, batch);
+        let mut layout = random_layout(random, world_size, documents.seq_len());
+        if random.once_in(5) {
+            documents = for_dual_chunk_swap(&documents, world_size);
+            layout = LayoutPolicy::DualChunkSwap;
+        }
+        let batch = documents.batch_size();
         let num_kv_heads = random.int(1..=2);
         let scale = random.once_in(4).then_some(0.5);
         let problem = Problem {
@@ -52,7 +58,7 @@ impl Case {
             scale,
         };
         Self {
-            layout: random_layout(random, world_size, documents.seq_len()),
+            layout,
             exchange: random.one_of(&[ExchangeStrategy::AllGather, ExchangeStrategy::NeededOnly]),
             options: AttentionOptions {
                 mask: random_mask(random),
