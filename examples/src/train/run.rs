@@ -43,22 +43,22 @@ pub struct TrainArgs {
     /// What the backward pass computes again [default: none]
     #[arg(long, value_enum)]
     pub checkpointing: Option<Checkpointing>,
-    /// Optimizer steps
+    /// Optimizer steps [default: 600]
     #[arg(long)]
     pub steps: Option<u64>,
     /// Decides documents, packs and initial weights [default: 1]
     #[arg(long)]
     pub seed: Option<u64>,
-    /// Tokens of a pack
+    /// Tokens of a pack [default: 512]
     #[arg(long)]
     pub tokens: Option<usize>,
-    /// Packs of one optimizer step, divisible by dp
+    /// Packs of one optimizer step, divisible by dp [default: 2]
     #[arg(long)]
     pub packs_per_step: Option<usize>,
     /// Which model [default: small]
     #[arg(long, value_enum)]
     pub size: Option<ModelSize>,
-    /// Steps between two checkpoints
+    /// Steps between two checkpoints [default: 75]
     #[arg(long)]
     pub checkpoint_every: Option<u64>,
     /// Also train with one rank from the same start, and report how far the two are apart
