@@ -124,17 +124,10 @@ fn half_precision_is_accumulated_in_f32() {
             ..SMALL
         };
         let case = Case::packed(&[5, 100, 30], heads).rounded(dtype);
+        case.check_accuracy::<Flex>(dtype, eps);
+        // The sums do not run in the small dtype: textbook attention is off by far more here.
         let (actual, expected) = (case.actual::<Flex>(dtype), case.expected());
         assert!(relative(&actual.lse, &expected.lse) < 1e-6);
-        for (actual, expected) in [
-            (&actual.out, &expected.out),
-            (&actual.dq, &expected.dq),
-            (&actual.dk, &expected.dk),
-            (&actual.dv, &expected.dv),
-        ] {
-            // The output's own rounding, and what the rounded output does to delta.
-            assert!(relative(actual, expected) < eps);
-        }
     }
 }
 

@@ -1,6 +1,6 @@
 //! What can go wrong between ranks.
 
-use std::{error::Error, fmt, sync::Arc, time::Duration};
+use std::{any::Any, error::Error, fmt, sync::Arc, time::Duration};
 
 use crate::mesh::MeshError;
 
@@ -91,6 +91,15 @@ impl CommError {
         tracing::error!(error = %self, "collective failed");
         std::panic::resume_unwind(Box::new(self))
     }
+}
+
+/// The message of a panic.
+pub(crate) fn panic_message(payload: &(dyn Any + Send)) -> String {
+    let text = payload
+        .downcast_ref::<&'static str>()
+        .map(ToString::to_string);
+    text.or_else(|| payload.downcast_ref::<String>().cloned())
+        .unwrap_or_else(|| "a value that is not a message".to_owned())
 }
 
 /// Why a rank failed.

@@ -31,6 +31,7 @@ pub use group::{ProcessGroup, ProgramOrder};
 pub use hub::RankContext;
 pub use signature::{CollectiveKind, Signature};
 
+pub(crate) use error::panic_message;
 pub(crate) use group::WeakProgramOrder;
 pub(crate) use hub::{Hub, odd_one_out};
 

@@ -12,7 +12,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::comm::{CommError, DEFAULT_DEADLINE, FailureCause, Hub, RankContext, RankFailure};
+use crate::comm::{
+    CommError, DEFAULT_DEADLINE, FailureCause, Hub, RankContext, RankFailure, panic_message,
+};
 
 /// Why a world did not end well.
 #[derive(Debug, Clone, thiserror::Error)]
@@ -250,12 +252,7 @@ fn cause_of_panic(payload: &(dyn Any + Send)) -> FailureCause {
     if let Some(error) = payload.downcast_ref::<CommError>() {
         return FailureCause::Comm(error.clone());
     }
-    let message = payload
-        .downcast_ref::<&'static str>()
-        .map(ToString::to_string)
-        .or_else(|| payload.downcast_ref::<String>().cloned())
-        .unwrap_or_else(|| "a value that is not a message".to_owned());
-    FailureCause::Panic(message)
+    FailureCause::Panic(panic_message(payload))
 }
 
 fn finish<T>(hub: &Hub, results: Vec<Option<T>>) -> Result<Vec<T>, LaunchError> {

@@ -156,50 +156,6 @@ impl AttentionPlan {
         self.ranks.iter().any(|rank| rank.kv_tokens_received > 0)
     }
 
-    /// Where the K/V buffer of `rank` stands in the gathered shards: one index per buffer token.
-    ///
-    /// The shards are put one behind the other along the token dim by rank, which gives
-    /// `[batch, num_kv_heads, seq_len, head_dim]` in rank-major token order. The index of local token `i`
-    /// of row `b` of rank `s` is `b * seq_len + offset(s) + i` (see [`TokenLayout::offset`]), thus one
-    /// into the flattened `[batch * seq_len]`.
-    ///
-    /// # Panics
-    ///
-    /// If there is no such rank.
-    pub fn all_gather_index(&self, rank: usize) -> Vec<usize> {
-        let seq_len = self.layout.seq_len();
-        let mut index = Vec::with_capacity(self.ranks[rank].buffer_len);
-        for piece in &self.ranks[rank].pieces {
-            let base = piece.row * seq_len + self.layout.offset(piece.source);
-            index.extend(base + piece.local.start..base + piece.local.end);
-        }
-        index
-    }
-
-    /// Where the K/V buffer of `rank` stands in what the ranks send it: one index per buffer token.
-    ///
-    /// It indexes the tokens of `transfers(0, rank)`, `transfers(1, rank)`, .. put one behind the other,
-    /// the rank's own included.
-    ///
-    /// # Panics
-    ///
-    /// If there is no such rank.
-    pub fn exchange_index(&self, rank: usize) -> Vec<usize> {
-        let mut next = Vec::with_capacity(self.world_size());
-        let mut start = 0;
-        for source in 0..self.world_size() {
-            next.push(start);
-            start += self.num_transferred(source, rank);
-        }
-        let mut index = Vec::with_capacity(start);
-        for piece in &self.ranks[rank].pieces {
-            let from = next[piece.source];
-            next[piece.source] += piece.local.len();
-            index.extend(from..next[piece.source]);
-        }
-        index
-    }
-
     /// SHA-256 of documents, layout and mask: equal on all ranks and platforms that plan the same.
     ///
     /// Computed at the first call and kept.

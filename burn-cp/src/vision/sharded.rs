@@ -1,7 +1,6 @@
 //! A vision tower that runs on every rank's share of the frames.
 
 use std::{
-    any::Any,
     fmt,
     panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
 };
@@ -14,7 +13,7 @@ use super::{
 };
 use crate::{
     collectives::{self, CollectiveBackend},
-    comm::{CommError, ProcessGroup},
+    comm::{CommError, ProcessGroup, odd_one_out, panic_message},
 };
 
 const OPERATION: &str = "vision tower";
@@ -142,7 +141,7 @@ impl<'a, V> FrameSharded<'a, V> {
                 resume_unwind(payload);
             }
             TowerFault::Panicked {
-                message: message_of(payload.as_ref()),
+                message: panic_message(payload.as_ref()),
             }
         })
     }
@@ -303,23 +302,12 @@ fn first_fault(reports: &[Result<OutputForm, TowerFault>]) -> Option<(usize, Tow
         return Some(fault);
     }
     let forms: Vec<&OutputForm> = reports.iter().flatten().collect();
-    let votes = |form: &&&OutputForm| forms.iter().filter(|other| **other == **form).count();
-    // Of equally many votes, the last one that is met counts: the lowest rank.
-    let expected = *forms.iter().rev().max_by_key(votes)?;
-    let odd = forms.iter().position(|form| *form != expected)?;
+    let (odd, expected) = odd_one_out(&forms)?;
     Some((
         odd,
         TowerFault::Form {
-            expected: expected.to_string(),
+            expected: forms[expected].to_string(),
             got: forms[odd].to_string(),
         },
     ))
-}
-
-fn message_of(payload: &(dyn Any + Send)) -> String {
-    let text = payload
-        .downcast_ref::<&'static str>()
-        .map(ToString::to_string);
-    text.or_else(|| payload.downcast_ref::<String>().cloned())
-        .unwrap_or_else(|| "a value that is not a message".to_owned())
 }
