@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use burn_cp::{
-    layout::{Document, Documents, LayoutPolicy},
+    layout::{AlignedDocuments, Document, Documents, LayoutPolicy, Placement},
     plan::MaskKind,
 };
 
@@ -93,10 +93,30 @@ pub fn random_layout(random: &mut Random, world_size: usize, seq_len: usize) -> 
     }
 }
 
-/// The documents as dual-chunk-swap wants them: one row, every document padded to a multiple of two chunks per rank.
-pub fn for_dual_chunk_swap(documents: &Documents, world_size: usize) -> Documents {
-    let aligned = documents.aligned(2 * world_size);
-    aligned.expect("lengths that fit").documents.flattened()
+/// A way to move documents to other places, and how to deal them out then: as dual-chunk-swap wants them, in one row where every
+/// document is padded to a multiple of two chunks per rank; rows one behind the other; rows in which documents got room.
+pub fn random_placement(
+    random: &mut Random,
+    documents: &Documents,
+    world_size: usize,
+) -> (AlignedDocuments, LayoutPolicy) {
+    let size = [documents.batch_size(), documents.seq_len()];
+    let aligned = |multiple| documents.aligned(multiple).expect("lengths that fit");
+    let placed = match random.int(0..=3) {
+        0 => AlignedDocuments {
+            documents: documents.flattened(),
+            placement: Placement::flat(size[0], size[1]).expect("some tokens"),
+        },
+        1 => aligned(random.int(1..=5)),
+        _ => {
+            return (
+                aligned(2 * world_size).flattened(),
+                LayoutPolicy::DualChunkSwap,
+            );
+        }
+    };
+    let layout = random_layout(random, world_size, placed.documents.seq_len());
+    (placed, layout)
 }
 
 fn random_ranges(random: &mut Random, world_size: usize, seq_len: usize) -> Vec<Vec<Range<usize>>> {

@@ -5,12 +5,14 @@
 
 mod attention;
 mod cases;
+mod forms;
 mod host;
 mod random;
 mod worlds;
 
 pub use attention::{Attention, Problem, attention_in_f64, attention_in_tensor_ops, visible};
-pub use cases::{for_dual_chunk_swap, random_documents, random_layout, random_mask};
+pub use cases::{random_documents, random_layout, random_mask, random_placement};
+pub use forms::Form;
 pub use host::{Host, floats, ints, relative_error, to_bits};
 pub use random::Random;
 pub use worlds::{backward, on_groups, on_ranks, sharder, with_deadline};

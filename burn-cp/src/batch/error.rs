@@ -54,6 +54,37 @@ pub enum BatchError {
         /// `[batch, seq]` of the document table.
         got: [usize; 2],
     },
+    /// The placement is one of another batch.
+    #[error("placement: expected {expected:?} [batch, seq] as the primary stream, got {got:?}")]
+    Placement {
+        /// `[batch, seq]` of the primary stream.
+        expected: [usize; 2],
+        /// `[batch, seq]` of the placement's input.
+        got: [usize; 2],
+    },
+    /// A placement without documents of the placed rows.
+    #[error("placement: expected documents of the placed rows, {placed:?}, got none")]
+    NoDocuments {
+        /// Rows and slots after placement.
+        placed: [usize; 2],
+    },
+    /// A placement drops a token that counts.
+    #[error(
+        "placement: expected a slot for token {token} of row {row}, which has {what}, got none"
+    )]
+    Dropped {
+        /// What would be lost.
+        what: &'static str,
+        /// Row of the batch.
+        row: usize,
+        /// Token within the row.
+        token: usize,
+    },
+    /// A mask lets tokens see later ones of their document.
+    #[error(
+        "attention mask: expected causal documents, got one in which tokens see later ones; give the documents by ids and ask for full attention in the model"
+    )]
+    NotCausal,
     /// Grids and pixel rows disagree.
     #[error("{what}: the grids {grids:?} need {expected} pixel rows, got {got}")]
     PixelRows {

@@ -3,6 +3,7 @@
 //! Integer and bool streams stay [`TensorData`] on the host until they are sharded, so that a batch can be checked, and
 //! its plan made, without waiting for a device. Everything here is data; [`sharder`](crate::sharder) checks and shards it.
 
+mod documents;
 mod error;
 mod media;
 mod stream;
@@ -13,10 +14,10 @@ use burn::tensor::{Tensor, TensorData, backend::Backend};
 
 pub use error::BatchError;
 pub use media::{Media, num_frames, num_merged_tokens, num_patch_rows};
-pub(crate) use stream::{HostInts, host_bools, shard_payload};
+pub(crate) use stream::{HostInts, filled, host_bools, shard_payload, zeros_payload};
 pub use stream::{PadRule, Stream, StreamDeclaration};
 
-use crate::layout::Documents;
+use crate::layout::{AlignedDocuments, Documents, Placement};
 
 /// The primary stream: what becomes the first hidden state.
 #[derive(Debug, Clone)]
@@ -37,6 +38,8 @@ pub struct SequenceBatch<B: Backend> {
     pub(crate) vocab_size: Option<usize>,
     pub(crate) positions: Option<TensorData>,
     pub(crate) documents: Option<Documents>,
+    pub(crate) padding_mask: Option<TensorData>,
+    pub(crate) placement: Option<Placement>,
     pub(crate) media: Vec<Media<B>>,
     pub(crate) deepstack: Option<(TensorData, Vec<Tensor<B, 2>>)>,
     pub(crate) streams: BTreeMap<String, Stream<B>>,
@@ -60,6 +63,8 @@ impl<B: Backend> SequenceBatch<B> {
             vocab_size: None,
             positions: None,
             documents: None,
+            padding_mask: None,
+            placement: None,
             media: Vec::new(),
             deepstack: None,
             streams: BTreeMap::new(),
@@ -88,11 +93,46 @@ impl<B: Backend> SequenceBatch<B> {
         self
     }
 
-    /// Which tokens form which document. Without them every row is one document.
+    /// Which tokens form which document. Without them every row is one document. If the batch has a placement, these are the
+    /// documents of the placed rows.
     #[must_use]
     pub fn with_documents(mut self, documents: Documents) -> Self {
         self.documents = Some(documents);
         self
+    }
+
+    /// Which tokens are padding: `[batch, seq]`, bool or integer, true at padding. It wins over what documents say: a token that
+    /// it marks is no key and no query of its document.
+    #[must_use]
+    pub fn with_padding_mask(mut self, padding_mask: TensorData) -> Self {
+        self.padding_mask = Some(padding_mask);
+        self
+    }
+
+    /// Where the tokens of the batch stand in the rows that are dealt out. All its streams are moved there when it is sharded;
+    /// a further stream's rows must run along the dim ahead of its tokens.
+    #[must_use]
+    pub fn with_placement(mut self, placement: Placement) -> Self {
+        self.placement = Some(placement);
+        self
+    }
+
+    /// Documents that have been given room, and the placement that moves the batch's tokens there.
+    ///
+    /// ```
+    /// use burn::tensor::TensorData;
+    /// use burn_cp::{batch::SequenceBatch, layout::Documents};
+    ///
+    /// // For dual-chunk-swap over 2 ranks: one row, every document padded to a multiple of 4.
+    /// let documents = Documents::from_lengths(&[vec![3, 5], vec![6]], 8)?;
+    /// let batch = SequenceBatch::<burn::backend::Flex>::from_ids(TensorData::zeros::<i64, _>([2, 8]))
+    ///     .with_aligned_documents(documents.aligned(2 * 2)?.flattened());
+    /// # Ok::<(), burn_cp::layout::LayoutError>(())
+    /// ```
+    #[must_use]
+    pub fn with_aligned_documents(self, aligned: AlignedDocuments) -> Self {
+        self.with_documents(aligned.documents)
+            .with_placement(aligned.placement)
     }
 
     /// Adds images or videos. Where several are added, their features follow each other in this order.

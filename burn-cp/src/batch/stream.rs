@@ -66,22 +66,6 @@ impl HostInts {
         })
     }
 
-    /// Rows along the last dim, each extended to `padded_len` by `pad(last value, how far behind the end)`.
-    pub(crate) fn padded(&self, padded_len: usize, pad: impl Fn(i64, usize) -> i64) -> Self {
-        let len = self.shape.last().copied().unwrap_or_default().max(1);
-        let mut values = Vec::with_capacity(self.values.len() / len * padded_len);
-        for row in self.values.chunks_exact(len) {
-            values.extend_from_slice(row);
-            let last = row[len - 1];
-            values.extend((0..padded_len - len).map(|i| pad(last, i)));
-        }
-        let mut shape = self.shape.clone();
-        if let Some(last) = shape.last_mut() {
-            *last = padded_len;
-        }
-        Self { values, shape }
-    }
-
     /// The tokens of `ranges` along the last dim, in their order.
     pub(crate) fn select(&self, ranges: &[Range<usize>]) -> Self {
         let len = self.shape.last().copied().unwrap_or_default().max(1);
@@ -174,7 +158,13 @@ fn anchored<B: Backend>(payload: &Payload<B>, dim: usize, fill: f64) -> Payload<
     Payload::Float(B::float_reshape(filled, shape))
 }
 
-fn filled<B: Backend>(like: &Payload<B>, dim: usize, len: usize, fill: f64) -> Payload<B> {
+/// `len` rows of `fill` along `dim`.
+pub(crate) fn filled<B: Backend>(
+    like: &Payload<B>,
+    dim: usize,
+    len: usize,
+    fill: f64,
+) -> Payload<B> {
     let mut shape = like.shape();
     shape[dim] = len;
     match like {
@@ -204,5 +194,18 @@ fn filled<B: Backend>(like: &Payload<B>, dim: usize, len: usize, fill: f64) -> P
                 B::bool_ones(shape, &device, dtype)
             })
         }
+    }
+}
+
+/// Zeros (or `false`) of a shape and dtype.
+pub(crate) fn zeros_payload<B: Backend>(
+    shape: Shape,
+    dtype: DType,
+    device: &B::Device,
+) -> Payload<B> {
+    match dtype {
+        DType::Bool(_) => Payload::Bool(B::bool_zeros(shape, device, dtype.into())),
+        dtype if dtype.is_float() => Payload::Float(B::float_zeros(shape, device, dtype.into())),
+        dtype => Payload::Int(B::int_zeros(shape, device, dtype.into())),
     }
 }

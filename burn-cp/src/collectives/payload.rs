@@ -3,8 +3,8 @@
 use std::ops::Range;
 
 use burn::tensor::{
-    BasicOps, Bool, DType, Float, FloatDType, Int, Shape, Slice, Tensor, TensorMetadata,
-    TensorPrimitive,
+    BasicOps, Bool, DType, Float, FloatDType, Int, Shape, Slice, Tensor, TensorData,
+    TensorMetadata, TensorPrimitive,
     backend::Backend,
     ops::{BoolTensor, FloatTensor, IntTensor},
 };
@@ -111,6 +111,51 @@ impl<B: Backend> Payload<B> {
             Self::Float(tensor) => Self::Float(B::float_slice(tensor.clone(), &slices)),
             Self::Int(tensor) => Self::Int(B::int_slice(tensor.clone(), &slices)),
             Self::Bool(tensor) => Self::Bool(B::bool_slice(tensor.clone(), &slices)),
+        }
+    }
+
+    /// The same elements in another shape.
+    pub(crate) fn reshape(self, shape: &[usize]) -> Self {
+        let shape = Shape::from(shape.to_vec());
+        match self {
+            Self::Float(tensor) => Self::Float(B::float_reshape(tensor, shape)),
+            Self::Int(tensor) => Self::Int(B::int_reshape(tensor, shape)),
+            Self::Bool(tensor) => Self::Bool(B::bool_reshape(tensor, shape)),
+        }
+    }
+
+    /// Rows `indices` of `dim`, in their order.
+    pub(crate) fn select(self, dim: usize, indices: &[usize]) -> Self {
+        #[allow(
+            clippy::cast_possible_wrap,
+            reason = "indices of a tensor that is there fit into 63 bits"
+        )]
+        let values: Vec<i64> = indices.iter().map(|&index| index as i64).collect();
+        let indices = |device: &B::Device| {
+            let values = TensorData::new(values, [indices.len()]);
+            Tensor::<B, 1, Int>::from_data(values, device).into_primitive()
+        };
+        match self {
+            Self::Float(tensor) => {
+                let indices = indices(&B::float_device(&tensor));
+                Self::Float(B::float_select(tensor, dim, indices))
+            }
+            Self::Int(tensor) => {
+                let indices = indices(&B::int_device(&tensor));
+                Self::Int(B::int_select(tensor, dim, indices))
+            }
+            Self::Bool(tensor) => {
+                let indices = indices(&B::bool_device(&tensor));
+                Self::Bool(B::bool_select(tensor, dim, indices))
+            }
+        }
+    }
+
+    /// The same values without the graph that they came from.
+    pub(crate) fn detached(self) -> Self {
+        match self {
+            Self::Float(tensor) => Self::Float(B::float_detach(tensor)),
+            other => other,
         }
     }
 

@@ -1,51 +1,25 @@
 //! Room behind documents, so that their lengths divide, and where their tokens go.
 
-use super::{Document, Documents, LayoutError};
+use super::{Document, Documents, LayoutError, Placement};
 
 /// Documents whose extents have been rounded up, and where the tokens they came from now stand.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AlignedDocuments {
     /// The documents at their new places. Rows may be longer or shorter than before.
     pub documents: Documents,
-    /// For each row and each of its tokens before, the token index after.
-    ///
-    /// Ascending within a row. `None` for padding that no document counts as its own: its slot is
-    /// dropped. Tokens after that no entry names are new padding.
-    pub targets: Vec<Vec<Option<usize>>>,
+    /// Where each token before stands now. Padding that no document counts as its own is dropped; slots without a token are
+    /// new padding.
+    pub placement: Placement,
 }
 
 impl AlignedDocuments {
-    /// The values of one row, one per token before, at their new places; `fill` stands in new padding.
-    ///
-    /// # Errors
-    ///
-    /// Another number of values than tokens.
-    ///
-    /// # Panics
-    ///
-    /// If there is no such row.
-    pub fn place<T: Clone>(
-        &self,
-        row: usize,
-        values: &[T],
-        fill: T,
-    ) -> Result<Vec<T>, LayoutError> {
-        let targets = &self.targets[row];
-        if values.len() != targets.len() {
-            return Err(LayoutError::RowLen {
-                what: "values to be placed",
-                row,
-                expected: targets.len(),
-                got: values.len(),
-            });
+    /// The same in one row, the rows one behind the other.
+    #[must_use]
+    pub fn flattened(self) -> Self {
+        Self {
+            documents: self.documents.flattened(),
+            placement: self.placement.flattened(),
         }
-        let mut placed = vec![fill; self.documents.seq_len()];
-        for (value, target) in values.iter().zip(targets) {
-            if let Some(target) = *target {
-                placed[target] = value.clone();
-            }
-        }
-        Ok(placed)
     }
 }
 
@@ -63,7 +37,7 @@ impl AlignedDocuments {
 /// use burn_cp::layout::{LayoutPolicy, align_documents};
 ///
 /// let packed = align_documents(&[3, 5], 2 * 2, None)?;
-/// let ids = packed.place(0, &[11, 12, 13, 21, 22, 23, 24, 25], 0)?;
+/// let ids = packed.placement.place(&[11, 12, 13, 21, 22, 23, 24, 25], 0)?;
 /// assert_eq!(ids, [11, 12, 13, 0, 21, 22, 23, 24, 25, 0, 0, 0]);
 /// let layout = LayoutPolicy::DualChunkSwap.layout(&packed.documents, 2)?;
 /// assert_eq!(layout.indices(0), [0, 3, 4, 5, 10, 11]);
@@ -102,6 +76,7 @@ pub fn align_documents(
         last.extent.end = last.extent.end.max(seq_len);
     }
     aligned.documents = Documents::from_runs(vec![row], seq_len)?;
+    aligned.placement = aligned.placement.padded_to(seq_len)?;
     Ok(aligned)
 }
 
@@ -157,7 +132,7 @@ impl Documents {
         }
         Ok(AlignedDocuments {
             documents: Self::from_runs(rows, seq_len)?,
-            targets,
+            placement: Placement::from_rows(&targets, seq_len)?,
         })
     }
 }

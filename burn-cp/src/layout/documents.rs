@@ -172,6 +172,39 @@ impl Documents {
         }
     }
 
+    /// The same documents without the tokens that a mask `[batch, seq]` of one `bool` per token marks as padding. Their
+    /// extents stay.
+    ///
+    /// # Errors
+    ///
+    /// A mask of another size; [`LayoutError::Homeless`] if a token is neither padding nor part of a document.
+    pub fn without_padding(&self, padding: &[Vec<bool>]) -> Result<Self, LayoutError> {
+        if padding.len() != self.rows.len() {
+            return Err(LayoutError::NumRows {
+                what: "padding mask",
+                expected: self.rows.len(),
+                got: padding.len(),
+            });
+        }
+        let mut rows = self.rows.clone();
+        for (row, (documents, padding)) in rows.iter_mut().zip(padding).enumerate() {
+            super::sources::check_row_len("padding mask", row, self.seq_len, padding.len())?;
+            let outside = self.padding_mask(row);
+            if let Some(token) = (0..self.seq_len).find(|&token| outside[token] && !padding[token])
+            {
+                return Err(LayoutError::Homeless { row, token });
+            }
+            for document in documents {
+                let tokens = document.runs.iter().cloned().flatten();
+                document.runs = tokens
+                    .filter(|&token| !padding[token])
+                    .map(|token| token..token + 1)
+                    .collect();
+            }
+        }
+        Self::from_runs(rows, self.seq_len)
+    }
+
     /// The same documents in rows of `seq_len` tokens; the new tokens at the end of each row are padding.
     ///
     /// # Errors

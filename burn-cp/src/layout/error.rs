@@ -332,6 +332,40 @@ pub enum LayoutError {
         /// End of the range.
         got: usize,
     },
+    /// A slot that is taken, or that does not exist.
+    #[error(
+        "placement, row {row}, token {token}: expected a free slot within 0..{expected}, got {got}"
+    )]
+    Slot {
+        /// Row of the batch.
+        row: usize,
+        /// Token within the row.
+        token: usize,
+        /// Slots of a placed row.
+        expected: usize,
+        /// The slot.
+        got: usize,
+    },
+    /// Values for another number of tokens.
+    #[error("{what}: expected {expected} values, got {got}")]
+    NumValues {
+        /// What they are for.
+        what: &'static str,
+        /// Tokens or slots.
+        expected: usize,
+        /// Values.
+        got: usize,
+    },
+    /// A token that a padding mask counts as real, and no document does.
+    #[error(
+        "row {row}, token {token}: expected padding or a token of a document, got a real token outside every document"
+    )]
+    Homeless {
+        /// Row of the batch.
+        row: usize,
+        /// Token within the row.
+        token: usize,
+    },
     /// The padded length does not fit in a `usize`.
     #[error(
         "{what} layout of {got} tokens: the padded length does not fit in {} bits",

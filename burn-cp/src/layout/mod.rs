@@ -2,7 +2,8 @@
 //!
 //! [`Documents`] is the one table that every way of describing documents (lengths, boundaries, ids,
 //! masks) is turned into. [`TokenLayout`] says for every rank which token ranges it owns, in its local
-//! order. A [`LayoutPolicy`] makes layouts; what comes after it sees ranges only and never asks how they
+//! order. A [`Placement`] says where the tokens of a batch stand in the rows that are
+//! dealt out, where these are not the batch's own. A [`LayoutPolicy`] makes layouts; what comes after it sees ranges only and never asks how they
 //! were dealt out.
 //!
 //! Pure host data, identical on every rank that starts from the same input. Nothing here knows
@@ -13,6 +14,7 @@ mod dense_mask;
 mod documents;
 mod dual_chunk;
 mod error;
+mod placement;
 mod policy;
 mod sources;
 #[cfg(test)]
@@ -24,6 +26,7 @@ pub use align::{AlignedDocuments, align_documents};
 pub use dense_mask::{DenseMask, SelfOnly};
 pub use documents::{Document, Documents};
 pub use error::LayoutError;
+pub use placement::Placement;
 pub use policy::LayoutPolicy;
 pub use thd::ThdMetadata;
 pub use token_layout::{OwnedRange, TokenLayout};

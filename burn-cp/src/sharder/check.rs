@@ -32,27 +32,104 @@ pub(super) fn check<B: Backend>(
         crate::batch::Primary::Ids(ids) => Some(HostInts::new("ids", ids)?),
         crate::batch::Primary::Embeddings(_) => None,
     };
-    let documents = match &batch.documents {
-        Some(documents) => documents.clone(),
-        None => Documents::full(size[0], size[1])?,
-    };
-    let got = [documents.batch_size(), documents.seq_len()];
-    if got != size {
-        return Err(BatchError::Documents {
-            expected: size,
-            got,
-        });
-    }
+    let documents = check_documents(batch, size)?;
     check_streams(batch, config, size)?;
+    let labels = check_labels(batch, size)?;
+    let media = check_media(batch, size)?;
+    let deepstack = check_deepstack(batch, size)?;
+    if let Some(labels) = &labels {
+        let ignored = |token: usize| labels.values[token] == IGNORED_LABEL;
+        check_dropped(batch, "a label", ignored)?;
+    }
+    for rows in [&media, &deepstack].into_iter().flatten() {
+        check_dropped(batch, "a feature", |token| rows.rows()[token].is_none())?;
+    }
     Ok(CheckedBatch {
         size,
         ids,
-        labels: check_labels(batch, size)?,
+        labels,
         positions: check_positions(batch, size)?,
         documents,
-        media: check_media(batch, size)?,
-        deepstack: check_deepstack(batch, size)?,
+        media,
+        deepstack,
     })
+}
+
+/// The documents of the rows that are dealt out: those of the batch, or of its placement, without what is marked as padding.
+fn check_documents<B: Backend>(
+    batch: &SequenceBatch<B>,
+    size: [usize; 2],
+) -> Result<Documents, BatchError> {
+    let placed = match &batch.placement {
+        Some(placement) if placement.input_size() != size => {
+            return Err(BatchError::Placement {
+                expected: size,
+                got: placement.input_size(),
+            });
+        }
+        Some(placement) => placement.placed_size(),
+        None => size,
+    };
+    let padding = batch.padding_mask.as_ref();
+    let padding = padding.map(|mask| host_bools("padding mask", mask, size));
+    let padding = match (padding.transpose()?, &batch.placement) {
+        (Some(padding), Some(placement)) => Some(placement.place(&padding, true)?),
+        (padding, _) => padding,
+    };
+    let padding: Option<Vec<Vec<bool>>> =
+        padding.map(|padding| padding.chunks(placed[1]).map(<[bool]>::to_vec).collect());
+    let Some(documents) = &batch.documents else {
+        if let Some(placement) = &batch.placement {
+            return Err(BatchError::NoDocuments {
+                placed: placement.placed_size(),
+            });
+        }
+        let real = padding.map(|padding| negated(&padding));
+        return Ok(match real {
+            Some(real) => Documents::from_mask(&real)?,
+            None => Documents::full(size[0], size[1])?,
+        });
+    };
+    let got = [documents.batch_size(), documents.seq_len()];
+    if got != placed {
+        return Err(BatchError::Documents {
+            expected: placed,
+            got,
+        });
+    }
+    Ok(match padding {
+        Some(padding) => documents.without_padding(&padding)?,
+        None => documents.clone(),
+    })
+}
+
+fn negated(mask: &[Vec<bool>]) -> Vec<Vec<bool>> {
+    mask.iter()
+        .map(|row| row.iter().map(|value| !value).collect())
+        .collect()
+}
+
+/// A placement may drop padding, and nothing that counts.
+fn check_dropped<B: Backend>(
+    batch: &SequenceBatch<B>,
+    what: &'static str,
+    may_be_dropped: impl Fn(usize) -> bool,
+) -> Result<(), BatchError> {
+    let Some(placement) = &batch.placement else {
+        return Ok(());
+    };
+    let seq_len = placement.input_size()[1];
+    let targets = placement.targets().iter().enumerate();
+    for (token, _) in targets.filter(|(_, target)| target.is_none()) {
+        if !may_be_dropped(token) {
+            return Err(BatchError::Dropped {
+                what,
+                row: token / seq_len,
+                token: token % seq_len,
+            });
+        }
+    }
+    Ok(())
 }
 
 fn check_labels<B: Backend>(
@@ -137,8 +214,17 @@ fn check_streams<B: Backend>(
             });
         };
         let shape = stream.0.shape().to_vec();
-        if shape.get(declared.dim) != Some(&size[1]) {
-            let expected = format!("{} tokens in dim {}", size[1], declared.dim);
+        let rows = declared
+            .dim
+            .checked_sub(1)
+            .map(|dim| shape[dim.min(shape.len() - 1)]);
+        let has_rows = batch.placement.is_none() || rows == Some(size[0]);
+        if shape.get(declared.dim) != Some(&size[1]) || !has_rows {
+            let mut expected = format!("{} tokens in dim {}", size[1], declared.dim);
+            if !has_rows {
+                let rows = format!(", and {} rows in the dim ahead, to be placed", size[0]);
+                expected.push_str(&rows);
+            }
             return Err(BatchError::Shape {
                 what: format!("stream {name:?}"),
                 expected,

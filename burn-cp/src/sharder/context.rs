@@ -7,6 +7,7 @@ use sha2::{Digest, Sha256};
 
 use super::{
     ContextParallelConfig, CpStep, StepError,
+    arrangement::Arrangement,
     check::{CheckedBatch, check},
     cut::Cut,
     step::StepMedia,
@@ -120,7 +121,10 @@ impl ContextParallel {
             .layout(&checked.documents, self.cp.size())?;
         let documents = Arc::new(checked.documents.padded_to(layout.seq_len())?);
         let layout = Arc::new(layout);
-        let cut = Cut::new(&self.config, &documents, &layout, self.cp.rank());
+        let arrangement =
+            Arrangement::new(checked.size, batch.placement.as_ref(), layout.seq_len())?;
+        let places = (&arrangement, &*layout);
+        let cut = Cut::new(&self.config, &documents, places, self.cp.rank());
         let local = cut.streams(&batch, &checked, device);
         let media = batch.media.iter().map(StepMedia::new).collect();
         let digest = digest(&batch, &checked);
@@ -128,7 +132,7 @@ impl ContextParallel {
         let step = CpStep::new(
             self.config.clone(),
             [self.cp.with_order(order), loss],
-            (documents, layout, checked.size),
+            (documents, layout, arrangement),
             local,
             media,
         )?;
@@ -158,6 +162,12 @@ fn digest<B: Backend>(batch: &SequenceBatch<B>, checked: &CheckedBatch) -> [u8; 
             for value in &ints.values {
                 hash.update(value.to_le_bytes());
             }
+        }
+    }
+    if let Some(placement) = &batch.placement {
+        hash.update(format!("placement {:?}", placement.placed_size()));
+        for target in placement.targets() {
+            hash.update(target.map_or(u64::MAX, |slot| slot as u64).to_le_bytes());
         }
     }
     for media in &batch.media {

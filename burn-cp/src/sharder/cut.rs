@@ -6,12 +6,13 @@ use burn::tensor::{Tensor, TensorData, backend::Backend};
 
 use super::{
     ContextParallelConfig, PrimaryStream,
+    arrangement::Arrangement,
     check::{CheckedBatch, IGNORED_LABEL},
     media::{LocalPlaceholders, Placeholders},
     step::{LocalStreams, Primary},
 };
 use crate::{
-    batch::{self, HostInts, PadRule, SequenceBatch, shard_payload},
+    batch::{self, HostInts, PadRule, SequenceBatch},
     collectives::Payload,
     layout::{Documents, TokenLayout},
 };
@@ -20,6 +21,7 @@ use crate::{
 pub(super) struct Cut<'a> {
     config: &'a ContextParallelConfig,
     documents: &'a Documents,
+    arrangement: &'a Arrangement,
     ranges: &'a [Range<usize>],
     whole: Range<usize>,
     local_len: usize,
@@ -29,12 +31,13 @@ impl<'a> Cut<'a> {
     pub(super) fn new(
         config: &'a ContextParallelConfig,
         documents: &'a Documents,
-        layout: &'a TokenLayout,
+        (arrangement, layout): (&'a Arrangement, &'a TokenLayout),
         rank: usize,
     ) -> Self {
         Self {
             config,
             documents,
+            arrangement,
             ranges: layout.ranges(rank),
             whole: 0..layout.seq_len(),
             local_len: layout.local_len(rank),
@@ -48,7 +51,7 @@ impl<'a> Cut<'a> {
         device: &B::Device,
     ) -> LocalStreams<B> {
         let labels = checked.labels.as_ref().map(|labels| {
-            let padded = labels.padded(self.whole.end, |_, _| IGNORED_LABEL);
+            let padded = self.arrangement.place_ints(labels, IGNORED_LABEL);
             padded.select(self.ranges).values
         });
         let deepstack_rows = self.placeholders(checked.deepstack.as_ref());
@@ -84,13 +87,13 @@ impl<'a> Cut<'a> {
         match (&batch.primary, &checked.ids) {
             (batch::Primary::Embeddings(embeddings), _) => {
                 let payload = Payload::Float(embeddings.clone().into_primitive().tensor());
-                Primary::Embeddings(shard_payload(&payload, 1, ranges, 0.0))
+                Primary::Embeddings(self.arrangement.shard(&payload, 1, ranges, 0.0))
             }
             (_, ids) => {
                 let pad = self.config.padding_token_id;
                 let ids = ids
                     .as_ref()
-                    .map(|ids| ids.padded(self.whole.end, |_, _| pad).select(ranges));
+                    .map(|ids| self.arrangement.place_ints(ids, pad).select(ranges));
                 Primary::Ids(ids.map(|ids| Tensor::from_data(ids.into_data(), device)))
             }
         }
@@ -99,8 +102,7 @@ impl<'a> Cut<'a> {
     /// `[axes, batch, local_tokens]`: the batch's own, or those of its documents.
     fn positions(&self, checked: &CheckedBatch) -> HostInts {
         let positions = match &checked.positions {
-            #[allow(clippy::cast_possible_wrap)]
-            Some(positions) => positions.padded(self.whole.end, |last, i| last + 1 + i as i64),
+            Some(positions) => self.arrangement.place_counting(positions),
             None => document_positions(self.documents),
         };
         positions.select(self.ranges)
@@ -121,7 +123,7 @@ impl<'a> Cut<'a> {
 
     fn placeholders(&self, all: Option<&Placeholders>) -> LocalPlaceholders {
         match all {
-            Some(all) => all.select(self.ranges),
+            Some(all) => all.select(self.arrangement, self.ranges),
             None => LocalPlaceholders::none(self.documents.batch_size(), self.local_len),
         }
     }
@@ -131,7 +133,10 @@ impl<'a> Cut<'a> {
         let mut declared = self.config.streams.iter();
         let declared = declared.find(|declared| declared.name == name)?;
         let PadRule::Value(fill) = declared.pad;
-        Some(shard_payload(stream, declared.dim, self.ranges, fill))
+        Some(
+            self.arrangement
+                .shard(stream, declared.dim, self.ranges, fill),
+        )
     }
 }
 

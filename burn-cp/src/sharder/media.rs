@@ -4,12 +4,12 @@ use std::ops::Range;
 
 use burn::tensor::{Bool, Int, Tensor, TensorData, backend::Backend};
 
+use super::arrangement::Arrangement;
 use crate::batch::BatchError;
 
 /// For every token of a batch the feature row that replaces it, if any. Host data.
 #[derive(Debug, Clone)]
 pub(super) struct Placeholders {
-    size: [usize; 2],
     rows: Vec<Option<usize>>,
     num_rows: usize,
 }
@@ -17,7 +17,6 @@ pub(super) struct Placeholders {
 impl Placeholders {
     pub(super) fn none(size: [usize; 2]) -> Self {
         Self {
-            size,
             rows: vec![None; size[0] * size[1]],
             num_rows: 0,
         }
@@ -55,17 +54,18 @@ impl Placeholders {
         &self.rows
     }
 
-    /// The part of `ranges` of every batch row; tokens past the end have none.
-    pub(super) fn select(&self, ranges: &[Range<usize>]) -> LocalPlaceholders {
-        let [batch, seq] = self.size;
+    /// The part of `ranges` of every padded row; added tokens have none.
+    pub(super) fn select(
+        &self,
+        arrangement: &Arrangement,
+        ranges: &[Range<usize>],
+    ) -> LocalPlaceholders {
+        let [batch, padded_len] = arrangement.padded_size();
+        let placed = arrangement.place(&self.rows, None);
         let mut rows = Vec::new();
-        for row in 0..batch {
-            for token in ranges.iter().cloned().flatten() {
-                rows.push(if token < seq {
-                    self.rows[row * seq + token]
-                } else {
-                    None
-                });
+        for row in placed.chunks_exact(padded_len) {
+            for range in ranges {
+                rows.extend_from_slice(&row[range.clone()]);
             }
         }
         LocalPlaceholders {

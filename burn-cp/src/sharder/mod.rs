@@ -4,6 +4,8 @@
 //! stream. No tensor travels: every rank derives the same plan, and one host message confirms that they did. The result, a
 //! [`CpStep`], is immutable and passed to the model explicitly.
 
+mod arrangement;
+mod broadcast;
 mod check;
 mod config;
 mod context;
@@ -18,4 +20,4 @@ pub use config::{ContextParallelConfig, PrimaryStream};
 pub use context::ContextParallel;
 pub use error::StepError;
 pub use step::CpStep;
-pub use verbs::Extent;
+pub use verbs::Coordinates;

@@ -7,7 +7,7 @@ use std::{
 
 use burn::tensor::{Bool, Int, Tensor, TensorData, TensorPrimitive, backend::Backend};
 
-use super::{ContextParallelConfig, StepError, media::LocalPlaceholders};
+use super::{ContextParallelConfig, StepError, arrangement::Arrangement, media::LocalPlaceholders};
 use crate::{
     attention::{AttentionCall, AttentionOptions, ContextParallelBackend, PreparedAttention},
     batch::Media,
@@ -63,7 +63,7 @@ struct Inner<B: Backend> {
     loss: ProcessGroup,
     documents: Arc<Documents>,
     layout: Arc<TokenLayout>,
-    size: [usize; 2],
+    arrangement: Arrangement,
     local: LocalStreams<B>,
     media: Vec<StepMedia<B>>,
     prepared: Mutex<HashMap<MaskKind, Arc<PreparedAttention>>>,
@@ -89,7 +89,7 @@ impl<B: ContextParallelBackend> CpStep<B> {
     pub(super) fn new(
         config: Arc<ContextParallelConfig>,
         [cp, loss]: [ProcessGroup; 2],
-        (documents, layout, size): (Arc<Documents>, Arc<TokenLayout>, [usize; 2]),
+        (documents, layout, arrangement): (Arc<Documents>, Arc<TokenLayout>, Arrangement),
         local: LocalStreams<B>,
         media: Vec<StepMedia<B>>,
     ) -> Result<Self, StepError> {
@@ -101,7 +101,7 @@ impl<B: ContextParallelBackend> CpStep<B> {
                 loss,
                 documents,
                 layout,
-                size,
+                arrangement,
                 local,
                 media,
                 prepared,
@@ -109,9 +109,9 @@ impl<B: ContextParallelBackend> CpStep<B> {
         })
     }
 
-    /// Rows of the batch.
+    /// Rows of local tensors: those of the batch, or of its placement.
     pub fn batch_size(&self) -> usize {
-        self.inner.size[0]
+        self.inner.arrangement.padded_size()[0]
     }
 
     /// Tokens of each row on this rank; at least 1.
@@ -119,9 +119,13 @@ impl<B: ContextParallelBackend> CpStep<B> {
         self.inner.layout.local_len(self.inner.cp.rank())
     }
 
-    /// Tokens of each row as it came, before the layout's padding.
-    pub fn input_len(&self) -> usize {
-        self.inner.size[1]
+    /// `[batch, seq]` of the batch as it came, before placement and padding.
+    pub fn input_size(&self) -> [usize; 2] {
+        self.inner.arrangement.input_size()
+    }
+
+    pub(super) fn arrangement(&self) -> &Arrangement {
+        &self.inner.arrangement
     }
 
     /// The group over which the sequence is sharded.

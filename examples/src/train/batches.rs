@@ -1,16 +1,16 @@
 //! From packs to a batch.
 
-use burn::tensor::{Tensor, TensorData, backend::Backend};
+use burn::tensor::{Element, Tensor, TensorData, backend::Backend};
 use burn_cp::{
     batch::{Media, SequenceBatch},
-    layout::{AlignedDocuments, Documents, LayoutError},
+    layout::{Documents, LayoutError},
 };
 
-use crate::data::{IGNORED_LABEL, MediaKind, Pack, PatchShape, vocabulary};
+use crate::data::{MediaKind, Pack, PatchShape, vocabulary};
 
 /// One row per pack: ids, labels, three-axis positions, documents, images and videos. Packs must be of one length.
 ///
-/// With an `alignment` the packs become one row behind each other, in which every document is padded to a multiple of it.
+/// With an `alignment` the batch is placed in one row, in which every document is padded to a multiple of it.
 ///
 /// # Errors
 /// No pack, or packs whose documents do not fit their length.
@@ -20,113 +20,48 @@ pub fn to_batch<B: Backend>(
     alignment: Option<usize>,
     device: &B::Device,
 ) -> Result<SequenceBatch<B>, LayoutError> {
-    let tokens = packs.first().map_or(0, Pack::num_tokens);
+    let size = [packs.len(), packs.first().map_or(0, Pack::num_tokens)];
     let lengths: Vec<Vec<usize>> = packs
         .iter()
         .map(|pack| pack.document_lengths.clone())
         .collect();
-    let documents = Documents::from_lengths(&lengths, tokens)?;
-    let rows = Rows::new(&documents, alignment)?;
-    let ids = rows.ints(packs, vocabulary::PAD, |pack| &pack.ids)?;
-    let labels = rows.ints(packs, IGNORED_LABEL, |pack| &pack.labels)?;
-    let mut positions = Vec::with_capacity(3 * rows.size[0] * rows.size[1]);
+    let documents = Documents::from_lengths(&lengths, size[1])?;
+    let mut positions = Vec::with_capacity(3 * size[0] * size[1]);
     for axis in 0..3 {
-        let of_axis = axis * tokens..(axis + 1) * tokens;
-        positions.extend(rows.positions(packs, |pack| &pack.positions[of_axis.clone()])?);
+        let of_axis = axis * size[1]..(axis + 1) * size[1];
+        for pack in packs {
+            positions.extend_from_slice(&pack.positions[of_axis.clone()]);
+        }
     }
-    let positions = TensorData::new(positions, [3, rows.size[0], rows.size[1]]);
-    let mut batch = SequenceBatch::from_ids(ids)
-        .with_labels(labels)
+    let mut batch = SequenceBatch::from_ids(stacked(packs, size, |pack| &pack.ids))
+        .with_labels(stacked(packs, size, |pack| &pack.labels))
         .with_vocab_size(vocabulary::SIZE)
-        .with_positions(positions)
-        .with_documents(rows.documents.clone());
+        .with_positions(TensorData::new(positions, [3, size[0], size[1]]));
+    batch = match alignment {
+        Some(multiple) => batch.with_aligned_documents(documents.aligned(multiple)?.flattened()),
+        None => batch.with_documents(documents),
+    };
     for kind in [MediaKind::Image, MediaKind::Video] {
-        if let Some(media) = media_of(packs, kind, shape, &rows, device)? {
+        if let Some(media) = media_of(packs, kind, shape, size, device) {
             batch = batch.with_media(media);
         }
     }
     Ok(batch)
 }
 
-/// Where the tokens of the packs stand in the batch.
-struct Rows {
-    documents: Documents,
-    /// Rows and tokens of the batch.
-    size: [usize; 2],
-    aligned: Option<AlignedDocuments>,
+/// The packs' values as rows.
+fn stacked<T: Element>(packs: &[Pack], size: [usize; 2], of: impl Fn(&Pack) -> &[T]) -> TensorData {
+    let values: Vec<T> = packs.iter().flat_map(|pack| of(pack).to_vec()).collect();
+    TensorData::new(values, size)
 }
-
-impl Rows {
-    fn new(documents: &Documents, alignment: Option<usize>) -> Result<Self, LayoutError> {
-        let aligned = alignment
-            .map(|multiple| documents.aligned(multiple))
-            .transpose()?;
-        let documents = match &aligned {
-            Some(aligned) => aligned.documents.flattened(),
-            None => documents.clone(),
-        };
-        let size = [documents.batch_size(), documents.seq_len()];
-        Ok(Self {
-            documents,
-            size,
-            aligned,
-        })
-    }
-
-    /// The packs' values one behind the other, moved to where the documents are.
-    fn place<T: Copy>(
-        &self,
-        packs: &[Pack],
-        fill: T,
-        of: impl Fn(&Pack) -> &[T],
-    ) -> Result<Vec<T>, LayoutError> {
-        let mut placed = Vec::with_capacity(self.size[0] * self.size[1]);
-        for (row, pack) in packs.iter().enumerate() {
-            match &self.aligned {
-                Some(aligned) => placed.extend(aligned.place(row, of(pack), fill)?),
-                None => placed.extend_from_slice(of(pack)),
-            }
-        }
-        Ok(placed)
-    }
-
-    fn ints(
-        &self,
-        packs: &[Pack],
-        fill: i64,
-        of: impl Fn(&Pack) -> &[i64],
-    ) -> Result<TensorData, LayoutError> {
-        Ok(TensorData::new(self.place(packs, fill, of)?, self.size))
-    }
-
-    /// Like [`Self::place`], continued through the padding.
-    fn positions(
-        &self,
-        packs: &[Pack],
-        of: impl Fn(&Pack) -> &[i64],
-    ) -> Result<Vec<i64>, LayoutError> {
-        let mut positions = self.place(packs, PADDED, of)?;
-        let mut next = 0;
-        for position in &mut positions {
-            if *position == PADDED {
-                *position = next;
-            }
-            next = *position + 1;
-        }
-        Ok(positions)
-    }
-}
-
-/// Stands for the position of a token that no pack has.
-const PADDED: i64 = -1;
 
 fn media_of<B: Backend>(
     packs: &[Pack],
     kind: MediaKind,
     shape: &PatchShape,
-    rows: &Rows,
+    size: [usize; 2],
     device: &B::Device,
-) -> Result<Option<Media<B>>, LayoutError> {
+) -> Option<Media<B>> {
     let width = shape.patch_dim();
     let (mut pixels, mut grids) = (Vec::new(), Vec::new());
     for pack in packs {
@@ -141,14 +76,14 @@ fn media_of<B: Backend>(
         }
     }
     if grids.is_empty() {
-        return Ok(None);
+        return None;
     }
     let num_rows = pixels.len() / width;
-    let placeholders = rows.place(packs, false, |pack| match kind {
+    let placeholders = stacked(packs, size, |pack| match kind {
         MediaKind::Image => &pack.image_mask,
         MediaKind::Video => &pack.video_mask,
-    })?;
-    Ok(Some(Media {
+    });
+    Some(Media {
         name: match kind {
             MediaKind::Image => "image".to_owned(),
             MediaKind::Video => "video".to_owned(),
@@ -156,6 +91,6 @@ fn media_of<B: Backend>(
         pixels: Tensor::from_data(TensorData::new(pixels, [num_rows, width]), device),
         grids,
         spatial_merge_size: shape.merge_size,
-        placeholders: TensorData::new(placeholders, rows.size),
-    }))
+        placeholders,
+    })
 }

@@ -1,6 +1,6 @@
 //! Attention over random documents, layouts, masks and head counts, against attention in `f64`.
 //!
-//! `BURN_CP_CASES` is the number of cases (500), `BURN_CP_SEED` the first seed (0): a failure names its seed, and
+//! `BURN_CP_CASES` is the number of cases (1,000), `BURN_CP_SEED` the first seed (0): a failure names its seed, and
 //! `BURN_CP_SEED=<seed> BURN_CP_CASES=1` runs it alone.
 
 use std::{
@@ -15,19 +15,23 @@ use burn::{
 use burn_cp::{
     attention::{AttentionOptions, ContextParallelBackend, InnerAttention, attend_with_lse},
     batch::SequenceBatch,
-    layout::{Documents, LayoutPolicy},
+    layout::{AlignedDocuments, Documents, LayoutPolicy},
     plan::ExchangeStrategy,
-    sharder::{ContextParallelConfig, Extent},
+    sharder::{ContextParallelConfig, Coordinates, CpStep},
 };
 use burn_cp_tests::{
-    Attention, Problem, Random, attention_in_f64, attention_in_tensor_ops, backward, floats,
-    for_dual_chunk_swap, on_groups, random_documents, random_layout, random_mask, relative_error,
+    Attention, Form, Problem, Random, attention_in_f64, attention_in_tensor_ops, backward, floats,
+    on_groups, random_documents, random_layout, random_mask, random_placement, relative_error,
     sharder, to_bits, visible,
 };
 
 #[derive(Debug, Clone)]
 pub(crate) struct Case {
     pub(crate) documents: Documents,
+    /// How the batch is told of its documents.
+    pub(crate) form: Form,
+    /// Where its tokens are moved to, if anywhere.
+    pub(crate) placed: Option<AlignedDocuments>,
     pub(crate) layout: LayoutPolicy,
     pub(crate) exchange: ExchangeStrategy,
     pub(crate) world_size: usize,
@@ -39,13 +43,14 @@ impl Case {
     fn random(random: &mut Random) -> Self {
         let world_size = random.int(1..=8);
         let batch = random.int(1..=3);
-        let mut documents = random_documents(random, batch);
+        let documents = random_documents(random, batch);
         let mut layout = random_layout(random, world_size, documents.seq_len());
-        if random.once_in(5) {
-            documents = for_dual_chunk_swap(&documents, world_size);
-            layout = LayoutPolicy::DualChunkSwap;
-        }
-        let batch = documents.batch_size();
+        let form = Form::random(random, &documents);
+        let placed = random.once_in(3).then(|| {
+            let (placed, for_placed) = random_placement(random, &documents, world_size);
+            layout = for_placed;
+            placed
+        });
         let num_kv_heads = random.int(1..=2);
         let scale = random.once_in(4).then_some(0.5);
         let problem = Problem {
@@ -58,6 +63,8 @@ impl Case {
             scale,
         };
         Self {
+            form,
+            placed,
             layout,
             exchange: random.one_of(&[ExchangeStrategy::AllGather, ExchangeStrategy::NeededOnly]),
             options: AttentionOptions {
@@ -88,7 +95,41 @@ impl Case {
     fn batch<B: ContextParallelBackend>(&self) -> SequenceBatch<B> {
         let shape = [self.problem.batch, self.problem.tokens];
         let ids = TensorData::new(vec![1_i64; shape[0] * shape[1]], shape);
-        SequenceBatch::from_ids(ids).with_documents(self.documents.clone())
+        let batch = SequenceBatch::from_ids(ids);
+        match &self.placed {
+            Some(placed) => batch.with_aligned_documents(placed.clone()),
+            None => self.form.tell(batch, &self.documents),
+        }
+    }
+
+    /// This rank's part of `[batch, heads, seq, ..]`. With a placement, rows must stand next to tokens.
+    fn cut<B: ContextParallelBackend, const D: usize>(
+        &self,
+        step: &CpStep<B>,
+        whole: Tensor<B, D>,
+        fill: f64,
+    ) -> Tensor<B, D> {
+        match &self.placed {
+            Some(_) => step
+                .shard_tokens(whole.swap_dims(0, 1), 2, Coordinates::Input, Some(fill))
+                .swap_dims(0, 1),
+            None => step.shard_tokens(whole, 2, Coordinates::Input, Some(fill)),
+        }
+    }
+
+    /// The inverse of [`Self::cut`].
+    fn whole<B: ContextParallelBackend, const D: usize>(
+        &self,
+        step: &CpStep<B>,
+        local: Tensor<B, D>,
+        fill: f64,
+    ) -> Tensor<B, D> {
+        match &self.placed {
+            Some(_) => step
+                .gather_tokens(local.swap_dims(0, 1), 2, Coordinates::Input, Some(fill))
+                .swap_dims(0, 1),
+            None => step.gather_tokens(local, 2, Coordinates::Input, None),
+        }
     }
 }
 
@@ -120,11 +161,9 @@ where
         // The whole tensors are this rank's leaves: the gradients of its tokens land where the tokens came from.
         let leaves = [q, k, v].map(Tensor::require_grad);
         let step = cp.shard(case.batch::<B>(), &device).unwrap();
-        let [q, k, v] = leaves
-            .clone()
-            .map(|leaf| step.shard_tokens(leaf, 2, Some(7.0)));
+        let [q, k, v] = leaves.clone().map(|leaf| case.cut(&step, leaf, 7.0));
         let out = step.attention(q.clone(), k.clone(), v.clone(), &case.options);
-        let loss = (out.clone() * step.shard_tokens(dout, 2, Some(3.0))).sum();
+        let loss = (out.clone() * case.cut(&step, dout, 3.0)).sum();
         let grads = backward(&loss, &groups.world().unwrap());
 
         let inner = cp.shard(case.batch::<B::InnerBackend>(), &device).unwrap();
@@ -142,8 +181,8 @@ where
         let plan = step.plan(case.options.mask).unwrap();
         let rank = plan.rank(step.group().rank());
         RankResult {
-            out: floats(&step.gather_tokens(out.detach(), 2, Extent::Input)),
-            lse: floats(&inner.gather_tokens(lse, 2, Extent::Input)),
+            out: floats(&case.whole(&step, out.detach(), 0.0)),
+            lse: floats(&case.whole(&inner, lse, f64::NEG_INFINITY)),
             gradients: leaves.map(|leaf| floats(&leaf.grad(&grads).unwrap())),
             all_padding: rank.tokens == 0,
             received: rank.kv_tokens_received,
@@ -323,7 +362,7 @@ fn number_from(variable: &str, default: usize) -> usize {
 fn attention_is_as_accurate_as_the_textbook_on_random_cases() {
     let (first, num_cases) = (
         number_from("BURN_CP_SEED", 0),
-        number_from("BURN_CP_CASES", 500),
+        number_from("BURN_CP_CASES", 1000),
     );
     let (next, padding, moved) = (
         AtomicUsize::new(0),

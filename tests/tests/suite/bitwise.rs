@@ -9,7 +9,7 @@ use burn_cp::{
     layout::{Documents, LayoutPolicy},
     plan::{ExchangeStrategy, MaskKind},
 };
-use burn_cp_tests::{Attention, Problem, Random, random_layout};
+use burn_cp_tests::{Attention, Form, Problem, Random, random_layout};
 
 use crate::attention::{Case, run};
 
@@ -44,6 +44,8 @@ fn case(documents: Documents, mask: MaskKind, num_heads: usize) -> Case {
     };
     Case {
         documents,
+        form: Form::Table,
+        placed: None,
         layout: LayoutPolicy::Identity,
         exchange: ExchangeStrategy::AllGather,
         world_size: 1,

@@ -104,7 +104,7 @@ fn every_rank_holds_its_own_tokens_of_every_stream() {
             let seq = documents.seq_len();
             let place = |row: usize, token: usize| i64::try_from(row * seq + token).unwrap();
             assert_eq!(
-                (step.batch_size(), step.input_len()),
+                (step.batch_size(), step.input_size()[1]),
                 (documents.batch_size(), seq)
             );
             assert_eq!(

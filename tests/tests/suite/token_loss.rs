@@ -10,7 +10,7 @@ use burn_cp::{
     comm::Groups,
     layout::LayoutPolicy,
     loss::NumLabels,
-    sharder::{ContextParallelConfig, CpStep},
+    sharder::{ContextParallelConfig, Coordinates, CpStep},
 };
 use burn_cp_tests::{Random, floats, on_groups, relative_error, sharder, to_bits};
 
@@ -110,7 +110,12 @@ fn shares_of_the_loss_add_up_to_that_of_one_device() {
                 let step = step(&groups, layout.clone(), &labels, [batch, seq]);
                 let whole = leaf(&logits, [batch, seq, VOCAB]);
                 let loss = step
-                    .cross_entropy(step.shard_tokens(whole.clone(), 1, Some(9.0)))
+                    .cross_entropy(step.shard_tokens(
+                        whole.clone(),
+                        1,
+                        Coordinates::Input,
+                        Some(9.0),
+                    ))
                     .unwrap();
                 let grads = loss.backward();
                 let grad = whole.grad(&grads).unwrap();
@@ -161,7 +166,12 @@ fn what_stands_at_ignored_positions_does_not_matter() {
                 local.clone().slice([0..1, 0..1]).mul_scalar(0.5),
                 step.group(),
             );
-            let row = step.shard_tokens(local.clone().slice_assign([0..1, 0..1], shared), 1, None);
+            let row = step.shard_tokens(
+                local.clone().slice_assign([0..1, 0..1], shared),
+                1,
+                Coordinates::Padded,
+                None,
+            );
             let loss = step.cross_entropy(row).unwrap();
             let grads = loss.backward();
             (
@@ -207,7 +217,7 @@ fn without_any_label_loss_and_gradients_are_zero() {
         let step = step(&groups, LayoutPolicy::HeadTail, &labels, [1, seq]);
         let whole = leaf(&vec![f64::NAN; seq * VOCAB], [1, seq, VOCAB]);
         let loss = step
-            .cross_entropy(step.shard_tokens(whole.clone(), 1, None))
+            .cross_entropy(step.shard_tokens(whole.clone(), 1, Coordinates::Padded, None))
             .unwrap();
         let grads = loss.backward();
         (
@@ -253,7 +263,10 @@ fn microbatches_add_up_to_one_large_batch() {
         let parts = steps.iter().zip(&logits).map(|(step, logits)| {
             let whole = leaf(logits, [1, seq, VOCAB]);
             let loss = step
-                .cross_entropy_over(step.shard_tokens(whole.clone(), 1, Some(0.0)), count)
+                .cross_entropy_over(
+                    step.shard_tokens(whole.clone(), 1, Coordinates::Input, Some(0.0)),
+                    count,
+                )
                 .unwrap();
             let grads = loss.backward();
             (loss.global_value(), floats(&whole.grad(&grads).unwrap()))

@@ -8,7 +8,7 @@ use burn_cp::{
     attention::ContextParallelBackend,
     batch::{Media, SequenceBatch},
     layout::{Documents, LayoutPolicy},
-    sharder::{ContextParallelConfig, CpStep, Extent, PrimaryStream},
+    sharder::{ContextParallelConfig, Coordinates, CpStep, PrimaryStream},
 };
 use burn_cp_tests::{Host, backward, floats, ints, on_groups, sharder, to_bits};
 
@@ -30,30 +30,31 @@ fn gathered_shards_are_the_whole_for_every_kind_and_dim() {
                 .shard(batch::<B>(&documents), &Default::default())
                 .unwrap();
             let real: Tensor<B, 3> = whole.tensor(DType::F32);
-            let shard = step.shard_tokens(real.clone(), dim, Some(5.0));
+            let shard = step.shard_tokens(real.clone(), dim, Coordinates::Input, Some(5.0));
             assert_eq!(
-                Host::of(&step.gather_tokens(shard.clone(), dim, Extent::Input)),
+                Host::of(&step.gather_tokens(shard.clone(), dim, Coordinates::Input, None)),
                 whole
             );
-            let padded = step.gather_tokens(shard.clone(), dim, Extent::Padded);
+            let padded = step.gather_tokens(shard.clone(), dim, Coordinates::Padded, None);
             let len = step.layout().seq_len();
             assert_eq!(padded.dims()[dim], len);
             let fill = Host::of(&padded).rows(dim, &(documents.seq_len()..len));
             assert!(fill.values.iter().all(|value| *value == 5.0));
             // Padded already: nothing is added, so no fill is needed.
             assert_eq!(
-                to_bits(&step.shard_tokens(padded, dim, None)),
+                to_bits(&step.shard_tokens(padded, dim, Coordinates::Padded, None)),
                 to_bits(&shard)
             );
 
-            let ints = step.shard_tokens(whole.int_tensor::<B>(), dim, Some(1.0));
+            let ints =
+                step.shard_tokens(whole.int_tensor::<B>(), dim, Coordinates::Input, Some(1.0));
             assert_eq!(
-                Host::of(&step.gather_tokens(ints, dim, Extent::Input)),
+                Host::of(&step.gather_tokens(ints, dim, Coordinates::Input, None)),
                 whole
             );
             let bools = whole.int_tensor::<B>().greater_elem(0);
-            let shard = step.shard_tokens(bools.clone(), dim, Some(1.0));
-            let again = step.gather_tokens(shard, dim, Extent::Input);
+            let shard = step.shard_tokens(bools.clone(), dim, Coordinates::Input, Some(1.0));
+            let again = step.gather_tokens(shard, dim, Coordinates::Input, None);
             assert_eq!(Host::of(&again.int()), Host::of(&bools.int()));
         });
     }
@@ -76,8 +77,8 @@ fn the_gradient_of_shard_and_gather_is_the_sum_over_ranks_at_the_ranks_own_token
                 .shard(batch::<B>(&documents), &Default::default())
                 .unwrap();
             let leaf: Tensor<B, 3> = Host::zeros(shape).tensor::<B>(DType::F64).require_grad();
-            let shard = step.shard_tokens(leaf.clone(), 1, Some(0.0));
-            let whole = step.gather_tokens(shard, 1, Extent::Input);
+            let shard = step.shard_tokens(leaf.clone(), 1, Coordinates::Input, Some(0.0));
+            let whole = step.gather_tokens(shard, 1, Coordinates::Input, None);
             let rank = step.group().rank();
             let loss = (whole * weights[rank].tensor(DType::F64)).sum();
             // Also on a rank whose tokens were all added by the layout.
@@ -123,7 +124,7 @@ fn a_primary_stream_left_whole_and_cut_later_equals_one_that_came_cut() {
                 all.dims(),
                 [documents.batch_size(), whole.layout().seq_len()]
             );
-            let later = whole.shard_tokens(all, 1, None);
+            let later = whole.shard_tokens(all, 1, Coordinates::Padded, None);
             assert_eq!(
                 ints(&later),
                 ints(&ids(PrimaryStream::Sharded).ids().unwrap())
@@ -135,7 +136,8 @@ fn a_primary_stream_left_whole_and_cut_later_equals_one_that_came_cut() {
             };
             let whole = cut(PrimaryStream::Whole, batch());
             assert_eq!(whole.positions().dims()[2], whole.local_len());
-            let later = whole.shard_tokens(whole.embeddings().unwrap(), 1, None);
+            let later =
+                whole.shard_tokens(whole.embeddings().unwrap(), 1, Coordinates::Padded, None);
             assert_eq!(
                 to_bits(&later),
                 to_bits(&cut(PrimaryStream::Sharded, batch()).embeddings().unwrap())
@@ -160,7 +162,7 @@ fn gradients_flow_back_to_the_embeddings_of_the_batch() {
                 .unwrap();
             let mut local = step.embeddings().unwrap();
             if primary == PrimaryStream::Whole {
-                local = step.shard_tokens(local, 1, None);
+                local = step.shard_tokens(local, 1, Coordinates::Padded, None);
             }
             let weights = local
                 .clone()

@@ -208,17 +208,16 @@ fn aligned_documents_say_where_every_token_went() {
     assert_eq!(aligned.documents.seq_len(), 12);
     assert_eq!(aligned.documents.row(0)[1].extent, 4..4);
     let targets = [0, 1, 2, 4, 5, 6, 7, 8].map(Some);
-    assert_eq!(aligned.targets, [targets.to_vec()]);
-    let placed = aligned.place(0, &[1, 2, 3, 4, 5, 6, 7, 8], 0).unwrap();
+    assert_eq!(aligned.placement.targets(), targets);
+    let placed = aligned
+        .placement
+        .place(&[1, 2, 3, 4, 5, 6, 7, 8], 0)
+        .unwrap();
     assert_eq!(placed, [1, 2, 3, 0, 4, 5, 6, 7, 8, 0, 0, 0]);
-    assert!(matches!(
-        aligned.place(0, &[1], 0),
-        Err(LayoutError::RowLen {
-            expected: 8,
-            got: 1,
-            ..
-        })
-    ));
+    // What is left of a row that is asked to be longer are slots of the last document.
+    let longer = align_documents(&[3, 0, 5], 4, Some(16)).unwrap();
+    assert_eq!(longer.placement.placed_size(), [1, 16]);
+    assert_eq!(longer.placement.targets(), targets);
 }
 
 #[test]
@@ -241,9 +240,9 @@ fn aligning_drops_padding_that_belongs_to_no_document() {
     assert_eq!(aligned.documents.row(0)[0], expected);
     assert_eq!(aligned.documents.row(0)[1].runs, [4..5]);
     assert_eq!(aligned.documents.row(0)[1].extent, 4..6);
-    let placed = aligned.place(0, b".abcd.e.", b'_').unwrap();
-    assert_eq!(placed, b"abcde_");
-    assert_eq!(aligned.targets[1], [None; 8]);
+    let placed = aligned.placement.place(b".abcd.e.........", b'_').unwrap();
+    assert_eq!(placed, b"abcde_______");
+    assert_eq!(aligned.placement.targets()[8..], [None; 8]);
 }
 
 #[test]
@@ -297,11 +296,12 @@ proptest! {
         for row in 0..documents.batch_size() {
             let (before, after) = (documents.positions(row), aligned.documents.positions(row));
             let (real, kept) = (documents.padding_mask(row), aligned.documents.padding_mask(row));
-            for (token, target) in aligned.targets[row].iter().enumerate() {
-                match target {
-                    Some(target) => {
-                        prop_assert_eq!(before[token], after[*target]);
-                        prop_assert_eq!(real[token], kept[*target]);
+            for token in 0..documents.seq_len() {
+                match aligned.placement.target(row, token) {
+                    Some((to, slot)) => {
+                        prop_assert_eq!(to, row);
+                        prop_assert_eq!(before[token], after[slot]);
+                        prop_assert_eq!(real[token], kept[slot]);
                     }
                     None => prop_assert!(real[token]),
                 }

@@ -8,3 +8,4 @@ mod documents;
 mod dual_chunk;
 mod layouts;
 mod packed;
+mod placements;

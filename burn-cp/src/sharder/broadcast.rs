@@ -1,0 +1,186 @@
+//! A batch that one rank of a group has read, on all of them.
+
+use std::{collections::BTreeMap, sync::Arc};
+
+use burn::tensor::{DType, Shape, Tensor, TensorData, TensorPrimitive, backend::Backend};
+
+use super::{ContextParallel, StepError};
+use crate::{
+    attention::ContextParallelBackend,
+    batch::{Media, Primary, SequenceBatch, Stream, zeros_payload},
+    collectives::{Call, Collective, Payload},
+    layout::{Documents, Placement},
+};
+
+/// What travels on the host, and what the tensors that follow look like.
+#[derive(Debug)]
+struct Parcel {
+    ids: Option<TensorData>,
+    labels: Option<TensorData>,
+    vocab_size: Option<usize>,
+    positions: Option<TensorData>,
+    documents: Option<Documents>,
+    padding_mask: Option<TensorData>,
+    placement: Option<Placement>,
+    /// Name, grids, merge size, placeholders.
+    media: Vec<(String, Vec<[usize; 3]>, usize, TensorData)>,
+    deepstack: Option<TensorData>,
+    streams: Vec<String>,
+    tensors: Vec<Form>,
+}
+
+#[derive(Debug, Clone)]
+struct Form {
+    shape: Shape,
+    dtype: DType,
+}
+
+impl ContextParallel {
+    /// The batch that rank `root` of the group has read, on every rank of it: for loaders that read on one rank.
+    ///
+    /// Every rank of the group must call it: `root` with the batch, the others with `None`. Streams that live on the host travel
+    /// there, tensors by collectives; they arrive on `device`. Gradients do not flow back to the batch of `root`.
+    ///
+    /// # Errors
+    /// A `root` outside the group; a batch missing at `root`, or given elsewhere: the same error on every rank. Ranks that cannot
+    /// talk to each other.
+    ///
+    /// # Panics
+    /// With a [`CommError`](crate::comm::CommError) when a tensor cannot be sent.
+    pub fn broadcast_batch<B: ContextParallelBackend>(
+        &self,
+        batch: Option<SequenceBatch<B>>,
+        root: usize,
+        device: &B::Device,
+    ) -> Result<SequenceBatch<B>, StepError> {
+        let group = self.group();
+        if root >= group.size() {
+            return Err(StepError::Invalid {
+                what: "root of broadcast_batch".into(),
+                expected: format!("a rank below {}", group.size()),
+                got: root.to_string(),
+            });
+        }
+        let tensors = batch.as_ref().map(tensors_of).unwrap_or_default();
+        let parcel = batch.map(|batch| Arc::new(Parcel::new(batch, &tensors)));
+        let parcels = group.host_all_gather("broadcast_batch", parcel)?;
+        let holders: Vec<usize> = (0..parcels.len())
+            .filter(|&rank| parcels[rank].is_some())
+            .collect();
+        let (Some(parcel), [_]) = (&parcels[root], &holders[..]) else {
+            return Err(StepError::Invalid {
+                what: "ranks that give broadcast_batch a batch".into(),
+                expected: format!("{:?}", [root]),
+                got: format!("{holders:?}"),
+            });
+        };
+        let received: Vec<Payload<B>> = (parcel.tensors.iter().enumerate())
+            .map(|(i, form)| {
+                let own = tensors.get(i).cloned();
+                let payload = own
+                    .unwrap_or_else(|| zeros_payload(form.shape.clone(), form.dtype, device))
+                    .detached();
+                let call = Call::forward(group, "broadcast_batch");
+                B::collective(payload, &Collective::Broadcast { root }, group, call)
+            })
+            .collect();
+        Ok(parcel.unpack(received))
+    }
+}
+
+/// The tensors of a batch, in the order in which they travel.
+fn tensors_of<B: Backend>(batch: &SequenceBatch<B>) -> Vec<Payload<B>> {
+    fn float<B: Backend, const D: usize>(tensor: &Tensor<B, D>) -> Payload<B> {
+        Payload::Float(tensor.clone().into_primitive().tensor())
+    }
+    let primary = match &batch.primary {
+        Primary::Ids(_) => None,
+        Primary::Embeddings(embeddings) => Some(float(embeddings)),
+    };
+    let media = batch.media.iter().map(|media| float(&media.pixels));
+    let deepstack = batch.deepstack.iter().flat_map(|(_, layers)| layers);
+    (primary.into_iter())
+        .chain(media)
+        .chain(deepstack.map(float))
+        .chain(batch.streams.values().map(|stream| stream.0.clone()))
+        .collect()
+}
+
+impl Parcel {
+    fn new<B: Backend>(batch: SequenceBatch<B>, tensors: &[Payload<B>]) -> Self {
+        let form = |payload: &Payload<B>| Form {
+            shape: payload.shape(),
+            dtype: payload.dtype(),
+        };
+        Self {
+            ids: match batch.primary {
+                Primary::Ids(ids) => Some(ids),
+                Primary::Embeddings(_) => None,
+            },
+            labels: batch.labels,
+            vocab_size: batch.vocab_size,
+            positions: batch.positions,
+            documents: batch.documents,
+            padding_mask: batch.padding_mask,
+            placement: batch.placement,
+            media: (batch.media.into_iter())
+                .map(|media| {
+                    let Media {
+                        name,
+                        grids,
+                        spatial_merge_size,
+                        placeholders,
+                        ..
+                    } = media;
+                    (name, grids, spatial_merge_size, placeholders)
+                })
+                .collect(),
+            deepstack: batch.deepstack.map(|(mask, _)| mask),
+            streams: batch.streams.into_keys().collect(),
+            tensors: tensors.iter().map(form).collect(),
+        }
+    }
+
+    /// The batch of which these are the tensors.
+    fn unpack<B: Backend>(&self, tensors: Vec<Payload<B>>) -> SequenceBatch<B> {
+        fn float<B: Backend, const D: usize>(payload: Option<Payload<B>>) -> Tensor<B, D> {
+            match payload {
+                Some(Payload::Float(tensor)) => {
+                    Tensor::from_primitive(TensorPrimitive::Float(tensor))
+                }
+                other => unreachable!("a float was packed here, got {other:?}"),
+            }
+        }
+        let mut rest = tensors.into_iter();
+        let primary = match &self.ids {
+            Some(ids) => Primary::Ids(ids.clone()),
+            None => Primary::Embeddings(float(rest.next())),
+        };
+        let media = (self.media.iter())
+            .map(|(name, grids, merge, placeholders)| Media {
+                name: name.clone(),
+                pixels: float(rest.next()),
+                grids: grids.clone(),
+                spatial_merge_size: *merge,
+                placeholders: placeholders.clone(),
+            })
+            .collect();
+        let num_layers = rest.len() - self.streams.len();
+        let layers = (0..num_layers).map(|_| float(rest.next())).collect();
+        let streams: BTreeMap<_, _> = (self.streams.iter().cloned())
+            .zip(rest.map(Stream))
+            .collect();
+        SequenceBatch {
+            primary,
+            labels: self.labels.clone(),
+            vocab_size: self.vocab_size,
+            positions: self.positions.clone(),
+            documents: self.documents.clone(),
+            padding_mask: self.padding_mask.clone(),
+            placement: self.placement.clone(),
+            media,
+            deepstack: self.deepstack.clone().map(|mask| (mask, layers)),
+            streams,
+        }
+    }
+}
