@@ -3,8 +3,8 @@
 use std::ops::Range;
 
 use burn::tensor::{
-    BasicOps, Bool, DType, Float, FloatDType, Int, Shape, Slice, Tensor, TensorData,
-    TensorMetadata, TensorPrimitive,
+    BasicOps, Bool, DType, Float, FloatDType, Int, IntDType, Scalar, Shape, Slice, Tensor,
+    TensorData, TensorMetadata, TensorPrimitive,
     backend::Backend,
     ops::{BoolTensor, FloatTensor, IntTensor},
 };
@@ -145,8 +145,10 @@ impl<B: Backend> Payload<B> {
                 Self::Int(B::int_select(tensor, dim, indices))
             }
             Self::Bool(tensor) => {
-                let indices = indices(&B::bool_device(&tensor));
-                Self::Bool(B::bool_select(tensor, dim, indices))
+                // By way of integers: the selection of bools of Burn 0.21's Flex has another dtype than they had.
+                let (indices, dtype) = (indices(&B::bool_device(&tensor)), tensor.dtype());
+                let ints = B::int_select(B::bool_into_int(tensor, IntDType::I32), dim, indices);
+                Self::Bool(B::int_not_equal_elem(ints, Scalar::Int(0), dtype.into()))
             }
         }
     }
@@ -154,7 +156,10 @@ impl<B: Backend> Payload<B> {
     /// The same values without the graph that they came from.
     pub(crate) fn detached(self) -> Self {
         match self {
-            Self::Float(tensor) => Self::Float(B::float_detach(tensor)),
+            // A detached leaf would be a leaf again.
+            Self::Float(tensor) => {
+                Self::Float(B::float_set_require_grad(B::float_detach(tensor), false))
+            }
             other => other,
         }
     }

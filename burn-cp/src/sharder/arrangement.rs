@@ -13,7 +13,15 @@ use crate::{
 pub(super) struct Arrangement {
     input_size: [usize; 2],
     padded_size: [usize; 2],
-    placement: Option<Placement>,
+    placed: Option<Placed>,
+}
+
+#[derive(Debug, Clone)]
+struct Placed {
+    placement: Placement,
+    /// For each padded token its token of the batch.
+    sources: Vec<Option<usize>>,
+    drops_tokens: bool,
 }
 
 impl Arrangement {
@@ -23,16 +31,22 @@ impl Arrangement {
         placement: Option<&Placement>,
         padded_len: usize,
     ) -> Result<Self, LayoutError> {
-        let placement = placement.map(|placement| placement.clone().padded_to(padded_len));
-        let placement = placement.transpose()?;
-        let num_rows = match &placement {
-            Some(placement) => placement.placed_size()[0],
-            None => input_size[0],
+        let Some(placement) = placement else {
+            return Ok(Self {
+                input_size,
+                padded_size: [input_size[0], padded_len],
+                placed: None,
+            });
         };
+        let placement = placement.clone().padded_to(padded_len)?;
         Ok(Self {
             input_size,
-            padded_size: [num_rows, padded_len],
-            placement,
+            padded_size: placement.placed_size(),
+            placed: Some(Placed {
+                sources: placement.sources(),
+                drops_tokens: placement.targets().contains(&None),
+                placement,
+            }),
         })
     }
 
@@ -45,27 +59,29 @@ impl Arrangement {
     }
 
     pub(super) fn has_placement(&self) -> bool {
-        self.placement.is_some()
+        self.placed.is_some()
     }
 
     /// Whether some padded token is none of the batch's.
     pub(super) fn adds_tokens(&self) -> bool {
-        match &self.placement {
-            Some(placement) => placement.sources().contains(&None),
+        match &self.placed {
+            Some(placed) => placed.sources.contains(&None),
             None => self.padded_size[1] > self.input_size[1],
         }
     }
 
     /// Whether some token of the batch is in no padded row.
     pub(super) fn drops_tokens(&self) -> bool {
-        let targets = self.placement.iter().flat_map(Placement::targets);
-        targets.clone().any(Option::is_none)
+        self.placed
+            .as_ref()
+            .is_some_and(|placed| placed.drops_tokens)
     }
 
     /// Values `[batch, seq]` in padded rows; `fill` stands in added tokens.
     pub(super) fn place<T: Clone>(&self, values: &[T], fill: T) -> Vec<T> {
-        if let Some(placement) = &self.placement {
-            return placement
+        if let Some(placed) = &self.placed {
+            return placed
+                .placement
                 .place(values, fill)
                 .expect("a checked stream has a value per token");
         }
@@ -122,10 +138,10 @@ impl Arrangement {
         ranges: &[std::ops::Range<usize>],
         fill: f64,
     ) -> Payload<B> {
-        let Some(placement) = &self.placement else {
+        let Some(Placed { sources, .. }) = &self.placed else {
             return shard_payload(payload, dim, ranges, fill);
         };
-        let (sources, [num_rows, padded_len]) = (placement.sources(), self.padded_size);
+        let [num_rows, padded_len] = self.padded_size;
         let local: Vec<Option<usize>> = (0..num_rows)
             .flat_map(|row| {
                 let tokens = ranges.iter().cloned().flatten();
@@ -145,8 +161,8 @@ impl Arrangement {
         dim: usize,
         fill: f64,
     ) -> Payload<B> {
-        match &self.placement {
-            Some(placement) => {
+        match &self.placed {
+            Some(Placed { placement, .. }) => {
                 select_tokens(padded, dim, placement.targets(), self.input_size, fill)
             }
             None => padded.rows(dim, &(0..self.input_size[1])),

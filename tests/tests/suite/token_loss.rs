@@ -281,3 +281,33 @@ fn microbatches_add_up_to_one_large_batch() {
     let alone = reference(&logits[0], &labels[0], 1).0;
     assert!((ranks[0][0].0 - alone).abs() > 0.1 * alone);
 }
+
+/// 72 of 128 ranks have no label: they contribute 0 and a gradient of 0, and the others' gradients are those of one device.
+#[test]
+fn ranks_without_labels_in_a_large_world_change_nothing() {
+    let (world_size, with_labels) = (128, 56);
+    let seq = 2 * world_size;
+    let logits = Random::new(5).floats(seq * VOCAB);
+    let labels = labels(1, seq, |_, token| token < 2 * with_labels && token % 5 != 0);
+    let (want, want_grad) = reference(&logits, &labels, num_labels(&labels));
+    let ranks = on_groups(&[("cp", world_size)], |groups| {
+        let layout = LayoutPolicy::Contiguous { multiple: 1 };
+        let step = step(&groups, layout, &labels, [1, seq]);
+        let whole = leaf(&logits, [1, seq, VOCAB]);
+        let local = step.shard_tokens(whole.clone(), 1, Coordinates::Input, None);
+        let loss = step.cross_entropy(local).unwrap();
+        let grads = loss.backward();
+        let grad = whole.grad(&grads).expect("every rank is on the graph");
+        (loss.global_value(), floats(&loss.local)[0], floats(&grad))
+    });
+    for (rank, (global, local, grad)) in ranks.iter().enumerate() {
+        assert!((global - want).abs() < 1e-12, "{global} {want}");
+        assert!(grad.iter().all(|value| value.is_finite()), "rank {rank}");
+        if rank >= with_labels {
+            assert_eq!(*local, 0.0, "rank {rank}");
+            assert!(grad.iter().all(|value| *value == 0.0), "rank {rank}");
+        }
+    }
+    let grad = sum(ranks.into_iter().map(|(_, _, grad)| grad));
+    assert!(relative_error(&grad, &want_grad) < 1e-14);
+}

@@ -99,6 +99,65 @@ fn the_gradient_of_shard_and_gather_is_the_sum_over_ranks_at_the_ranks_own_token
     }
 }
 
+/// The message with which `run` panics.
+pub(crate) fn panic_of(run: impl FnOnce()) -> String {
+    let panic = std::panic::catch_unwind(std::panic::AssertUnwindSafe(run));
+    let panic = panic.expect_err("this must panic");
+    match panic.downcast::<String>() {
+        Ok(message) => *message,
+        Err(other) => (*other.downcast::<&str>().expect("a message")).to_owned(),
+    }
+}
+
+/// The loss weights the whole, alike on every rank: the plain gather multiplies its gradient by the number of ranks, the one for
+/// replicated losses does not.
+#[test]
+fn a_loss_that_every_rank_computes_counts_once_or_once_per_rank_as_asked() {
+    type B = Autodiff<NdArray<f64>>;
+    for (mut random, documents, layout, world_size) in cases() {
+        let shape = [2, documents.seq_len(), 2];
+        let weights = Host {
+            shape,
+            values: random.small_ints(shape.iter().product()),
+        };
+        on_groups(&[("cp", world_size)], |groups| {
+            let cp = sharder(&groups, config(&layout));
+            let gradient = |replicated: bool| {
+                let step = cp
+                    .shard(batch::<B>(&documents), &Default::default())
+                    .unwrap();
+                let leaf: Tensor<B, 3> = weights.tensor::<B>(DType::F64).require_grad();
+                let shard = step.shard_tokens(leaf.clone(), 1, Coordinates::Input, Some(0.0));
+                let whole = if replicated {
+                    step.gather_tokens_for_replicated_loss(shard, 1, Coordinates::Input, None)
+                } else {
+                    step.gather_tokens(shard, 1, Coordinates::Input, None)
+                };
+                assert_eq!(Host::of(&whole.clone().inner()), weights);
+                let loss = (whole * weights.tensor(DType::F64)).sum();
+                Host::of(&leaf.grad(&backward(&loss, step.group())).unwrap())
+            };
+            let own = cp
+                .config()
+                .layout
+                .layout(&documents, world_size)
+                .unwrap()
+                .indices(cp.group().rank());
+            let want = |factor: f64| {
+                Host::from_fn(shape, |index| {
+                    if own.contains(&index[1]) {
+                        factor * weights.at(index)
+                    } else {
+                        0.0
+                    }
+                })
+            };
+            assert_eq!(gradient(true), want(1.0));
+            assert_eq!(gradient(false), want(world_size as f64));
+        });
+    }
+}
+
 #[test]
 fn a_primary_stream_left_whole_and_cut_later_equals_one_that_came_cut() {
     for (mut random, documents, layout, world_size) in cases() {
