@@ -168,6 +168,12 @@ faults! {
         "panic-in-vision-tower", rank 1, op ["vision tower"], cause ["the fault"], AtOnce, panics;
     a_panic_in_the_towers_backward_ends_every_rank:
         "panic-in-vision-backward", rank 1, op ["adjoint"], cause ["panicked: the fault"], AtOnce, panics;
+    another_number_of_rows_from_one_vision_tower_ends_every_rank:
+        "other-rows-from-vision-tower", rank 1, op ["vision tower"], cause ["rows"], AtOnce;
+    deepstack_from_one_vision_tower_only_ends_every_rank:
+        "deepstack-from-vision-tower", rank 1, op ["vision tower"], cause ["layers"], AtOnce;
+    another_dtype_from_one_vision_tower_ends_every_rank:
+        "other-dtype-from-vision-tower", rank 1, op ["vision tower"], cause ["F64"], AtOnce;
     an_error_before_a_collective_ends_every_rank:
         "error-in-forward", rank 1, op ["its own code"], cause ["the data loader ran dry"], AtOnce;
     an_error_before_backward_ends_every_rank:
@@ -196,6 +202,14 @@ faults! {
         "other-mask", rank 1, op ["exchange[attention]"], cause ["plan"], AtOnce;
     other_documents_are_named:
         "other-documents", rank 1, op ["the plan of the step"], cause ["disagree on the plan of the step: rank 1"], AtOnce;
+    other_ids_are_named:
+        "other-ids", rank 1, op ["the plan of the step"], cause ["disagree on the plan of the step: rank 1"], AtOnce;
+    other_positions_are_named:
+        "other-positions", rank 1, op ["the plan of the step"], cause ["disagree on the plan of the step: rank 1"], AtOnce;
+    other_padding_is_named:
+        "other-padding", rank 1, op ["the plan of the step"], cause ["disagree on the plan of the step: rank 1"], AtOnce;
+    another_placement_is_named:
+        "other-placement", rank 1, op ["the plan of the step"], cause ["disagree on the plan of the step: rank 1"], AtOnce;
     other_labels_are_named:
         "other-labels", rank 1, op ["the plan of the step"], cause ["disagree on the plan of the step: rank 1"], AtOnce;
     other_grids_are_named:
@@ -225,6 +239,12 @@ faults! {
         "mesh-panic-in-backward", rank 3, op ["adjoint", "cp[2, 3]"], cause ["panicked: the fault"], AtOnce, panics;
     a_panic_in_the_vision_tower_of_one_of_two_groups_ends_both:
         "mesh-panic-in-vision-tower", rank 3, op ["vision tower"], cause ["the fault"], AtOnce, panics;
+    another_number_of_rows_from_a_vision_tower_of_one_of_two_groups_ends_both:
+        "mesh-other-rows-from-vision-tower", rank 3, op ["vision tower"], cause ["rows"], AtOnce;
+    deepstack_from_one_vision_tower_of_one_of_two_groups_ends_both:
+        "mesh-deepstack-from-vision-tower", rank 3, op ["vision tower"], cause ["layers"], AtOnce;
+    another_placement_in_one_of_two_groups_ends_both:
+        "mesh-other-placement", rank 3, op ["the plan of the step"], cause ["rank 3"], AtOnce;
     an_error_in_one_of_two_groups_ends_both:
         "mesh-error-in-forward", rank 3, op ["its own code"], cause ["the data loader ran dry"], AtOnce;
     another_collective_in_one_of_two_groups_ends_both:

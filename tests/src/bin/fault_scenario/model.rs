@@ -232,11 +232,25 @@ impl Patches<B> {
     }
 }
 
+/// What a tower returns.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Output {
+    /// What it should.
+    Right,
+    /// One row more.
+    Row,
+    /// Features for a decoder layer, too.
+    Deepstack,
+    /// `f64` instead of `f32`.
+    Dtype,
+}
+
 /// A tower that fails on one rank.
 #[derive(Debug)]
 pub(crate) struct FaultyTower {
     pub(crate) patches: Patches<B>,
     pub(crate) fault: Fault,
+    pub(crate) output: Output,
 }
 
 impl VisionTower<B> for FaultyTower {
@@ -261,9 +275,18 @@ impl VisionTower<B> for FaultyTower {
             Some(run) => when_backward(embeddings, run.clone()),
             None => embeddings,
         };
+        let deepstack = match self.output {
+            Output::Deepstack => vec![embeddings.clone()],
+            _ => Vec::new(),
+        };
+        let embeddings = match self.output {
+            Output::Row => Tensor::cat(vec![embeddings.clone().narrow(0, 0, 1), embeddings], 0),
+            Output::Dtype => embeddings.cast(FloatDType::F64),
+            _ => embeddings,
+        };
         VisionFeatures {
             embeddings,
-            deepstack: Vec::new(),
+            deepstack,
         }
     }
 }

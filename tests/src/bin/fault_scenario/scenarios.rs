@@ -11,7 +11,7 @@ use burn_cp::{
     batch::{Media, SequenceBatch},
     collectives,
     comm::{self, ProcessGroup, RankContext},
-    layout::{Documents, LayoutPolicy},
+    layout::{Documents, LayoutPolicy, Placement},
     mesh::DeviceMesh,
     nn::SequenceSharded,
     optim,
@@ -19,7 +19,7 @@ use burn_cp::{
     vision::VisionShardingConfig,
 };
 
-use crate::model::{B, Decoder, Fault, FaultyTower, Inner, Patches, Run, Twist, VOCAB};
+use crate::model::{B, Decoder, Fault, FaultyTower, Inner, Output, Patches, Run, Twist, VOCAB};
 
 /// Something that goes wrong on one rank, and the mesh on which it does.
 #[derive(Debug, Clone, Copy)]
@@ -55,13 +55,18 @@ enum Kind {
     Backward(Act),
     Tower(Act),
     TowerBackward(Act),
+    TowerOutput(Output),
     Attention(Twist),
     Error,
     ErrorBeforeBackward,
     Leave,
     LeaveBeforeBackward,
     Documents,
+    Ids,
     Labels,
+    Positions,
+    Padding,
+    Placement,
     Grids,
     Layout,
     SharedLeaf,
@@ -82,6 +87,9 @@ pub(crate) fn scenario(name: &str) -> Option<Scenario> {
         "panic-in-backward" => Backward(Act::Panic),
         "panic-in-vision-tower" => Tower(Act::Panic),
         "panic-in-vision-backward" => TowerBackward(Act::Panic),
+        "other-rows-from-vision-tower" => TowerOutput(Output::Row),
+        "deepstack-from-vision-tower" => TowerOutput(Output::Deepstack),
+        "other-dtype-from-vision-tower" => TowerOutput(Output::Dtype),
         "error-in-forward" => Error,
         "error-before-backward" => ErrorBeforeBackward,
         "other-collective-in-forward" => Forward(Act::OtherCollective),
@@ -95,7 +103,11 @@ pub(crate) fn scenario(name: &str) -> Option<Scenario> {
         "untracked-on-one-rank" => Attention(Twist::Detached),
         "other-mask" => Attention(Twist::Window),
         "other-documents" => Documents,
+        "other-ids" => Ids,
         "other-labels" => Labels,
+        "other-positions" => Positions,
+        "other-padding" => Padding,
+        "other-placement" => Placement,
         "other-grids" => Grids,
         "other-layout" => Layout,
         "never-arrives-in-forward" => Forward(Act::Sleep),
@@ -185,18 +197,16 @@ pub(crate) fn run_rank(context: &RankContext, setting: &Setting) -> Result<f64, 
     }
     let model = SequenceSharded::new(model, &cp)?;
 
-    let step = cp.shard(
-        batch(
-            groups.global_rank() / setting.scenario.mesh[1],
-            &at,
-            &device,
-        ),
-        &device,
-    )?;
+    let replica = groups.global_rank() / scenario.mesh[1];
+    let step = cp.shard(batch(replica, &at, &device), &device)?;
     let fault = decoder_fault(scenario, context.rank(), step.group());
     let tower = FaultyTower {
         patches: setting.tower.clone().fork(&device),
         fault: tower_fault(scenario, context.rank(), step.group()),
+        output: match scenario.kind {
+            Kind::TowerOutput(output) if context.rank() == scenario.rank => output,
+            _ => Output::Right,
+        },
     };
     let features = step
         .encode_media(&tower)?
@@ -228,6 +238,8 @@ fn batch(replica: usize, at: &impl Fn(Kind) -> bool, device: &Device<B>) -> Sequ
         .collect();
     let mut labels = ids[1..].to_vec();
     labels.push(if at(Kind::Labels) { 1 } else { -100 });
+    let mut ids = ids;
+    ids[SEQ - 1] += i64::from(at(Kind::Ids));
     let lengths = if at(Kind::Documents) {
         vec![9, 15]
     } else {
@@ -246,9 +258,21 @@ fn batch(replica: usize, at: &impl Fn(Kind) -> bool, device: &Device<B>) -> Sequ
         spatial_merge_size: 1,
         placeholders: TensorData::new(placeholders, [1, SEQ]),
     };
+    // Padding from the last token on, or from the one before.
+    let first_padding = SEQ - 1 - usize::from(at(Kind::Padding));
+    let padding: Vec<bool> = (0..SEQ).map(|i| i >= first_padding).collect();
+    let positions: Vec<i64> = (0..SEQ as i64)
+        .map(|i| i + i64::from(at(Kind::Positions)))
+        .collect();
+    // The padding goes to the slot behind it on one rank.
+    let targets = (0..SEQ).map(|i| Some(i + usize::from(i + 1 == SEQ && at(Kind::Placement))));
+    let placement = Placement::from_rows(&[targets.collect()], SEQ + 1).expect("slots in order");
     SequenceBatch::from_ids(TensorData::new(ids, [1, SEQ]))
+        .with_positions(TensorData::new(positions, [1, SEQ]))
+        .with_padding_mask(TensorData::new(padding, [1, SEQ]))
+        .with_placement(placement)
         .with_labels(TensorData::new(labels, [1, SEQ]))
-        .with_documents(Documents::from_lengths(&[lengths], SEQ).expect("the lengths fill the row"))
+        .with_documents(Documents::from_lengths(&[lengths], SEQ + 1).expect("the lengths fit"))
         .with_media(media)
 }
 
