@@ -16,3 +16,4 @@ mod token_loss;
 mod training;
 mod unpacked_reference;
 mod verbs;
+mod vision;

@@ -19,7 +19,7 @@ use burn_cp::{
     attention::AttentionOptions,
     nn::SequenceModel,
     sharder::{CpStep, StepError},
-    vision::{VisionFeatures, VisionTower},
+    vision::{TowerError, VisionFeatures, VisionTower},
 };
 
 /// The backend without gradients.
@@ -252,7 +252,11 @@ impl VisionTower<B> for FaultyTower {
         true
     }
 
-    fn forward(&self, pixels: Tensor<B, 2>, _grids: &[[usize; 3]]) -> VisionFeatures<B> {
+    fn forward(
+        &self,
+        pixels: Tensor<B, 2>,
+        _grids: &[[usize; 3]],
+    ) -> Result<VisionFeatures<B>, TowerError> {
         let embeddings = self.patches.linear.forward(pixels);
         if let Some(run) = &self.fault.forward {
             run();
@@ -261,9 +265,9 @@ impl VisionTower<B> for FaultyTower {
             Some(run) => when_backward(embeddings, run.clone()),
             None => embeddings,
         };
-        VisionFeatures {
+        Ok(VisionFeatures {
             embeddings,
             deepstack: Vec::new(),
-        }
+        })
     }
 }
