@@ -85,10 +85,11 @@ impl<'a, V> FrameSharded<'a, V> {
     ///
     /// # Errors
     /// No entry; grids that do not divide into merge blocks or do not match the pixel rows. [`VisionError::TrainableScope`],
-    /// before anything is sent, where the tower or the pixels have gradients and the group is wider than allowed. Ranks of
-    /// such a group that were given other grids. [`VisionError::Tower`] where the
-    /// tower of any rank returned an error, panicked, returned another number of rows than its tokens, or differs from the others' in layers,
-    /// widths, dtype or trainability: the same error on every rank, before any tensor has moved.
+    /// before anything is sent, where the tower or the pixels have gradients and the group is wider than those allow;
+    /// [`CommError::Disagreement`] where the ranks of such a group were given different grids. [`VisionError::Tower`] where the
+    /// tower of any rank returned an error, panicked, returned another number of rows than its tokens, or differs from the
+    /// others' in layers, widths, dtype or trainability: the same error on every rank, before any tensor has moved. Where frames
+    /// are not split, only the rank whose tower fails says so.
     ///
     /// # Panics
     /// Where frames are not split, when the tower does. With a [`CommError`] when communication within the tower or the

@@ -41,14 +41,17 @@ enum Fault {
     CommError,
 }
 
+/// Grids and pixels that a tower was run with.
+type Call = (Vec<[usize; 3]>, Vec<f32>);
+
 /// Patches see the mean of their frame, so a frame that is torn apart or mixed with another one shows.
 #[derive(Debug)]
 struct Tower {
     /// `[PATCH_DIM, INNER]`, `[1, INNER]`, then `[4 * INNER, width]` for each output.
     weights: Vec<Tensor<B, 2>>,
     fault: Fault,
-    /// Grids and pixels of every call.
-    calls: Mutex<Vec<(Vec<[usize; 3]>, Vec<f32>)>>,
+    /// Every call.
+    calls: Mutex<Vec<Call>>,
 }
 
 /// Numbers between -1 and 1 that look random and depend on `seed` alone.
