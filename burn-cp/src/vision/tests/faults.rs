@@ -55,6 +55,16 @@ fn the_fault_of_one_tower_is_the_same_error_on_every_rank() {
              widths [2, 6], F32, trainable",
         ),
         (
+            Fault::DoubleLayer,
+            "rank 1 failed in vision tower: deepstack layer 1: expected the embeddings' dtype F32, got F64",
+        ),
+        (
+            Fault::Double,
+            "rank 1 failed in vision tower: output differs from the other ranks': expected embeddings of width [5] and 2 \
+             deepstack layers of widths [2, 3], F32, trainable, got embeddings of width [5] and 2 deepstack layers of \
+             widths [2, 3], F64, trainable",
+        ),
+        (
             Fault::Frozen,
             "rank 1 failed in vision tower: output differs from the other ranks': expected embeddings of width [5] and 2 \
              deepstack layers of widths [2, 3], F32, trainable, got embeddings of width [5] and 2 deepstack layers of \

@@ -9,7 +9,7 @@ use std::{sync::Mutex, time::Duration};
 
 use burn::{
     backend::{Autodiff, Flex},
-    tensor::{Tensor, TensorData},
+    tensor::{DType, Tensor, TensorData},
 };
 
 use super::*;
@@ -34,6 +34,8 @@ enum Fault {
     LongLayer,
     MissingLayer,
     WideLayer,
+    DoubleLayer,
+    Double,
     Frozen,
     Error,
     Panic,
@@ -144,6 +146,10 @@ impl VisionTower<B> for Tower {
                     Tensor::cat(vec![outputs[last].clone(), noise(1, WIDTHS[last], 0)], 0)
             }
             Fault::WideLayer => outputs[last] = Tensor::cat(vec![outputs[last].clone(); 2], 1),
+            Fault::DoubleLayer => outputs[last] = outputs[last].clone().cast(DType::F64),
+            Fault::Double => outputs
+                .iter_mut()
+                .for_each(|output| *output = output.clone().cast(DType::F64)),
             Fault::MissingLayer => drop(outputs.pop()),
             _ => {}
         }
