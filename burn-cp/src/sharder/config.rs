@@ -1,6 +1,6 @@
 //! How a model is run over a mesh.
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::{
     batch::StreamDeclaration, layout::LayoutPolicy, plan::ExchangeStrategy,
@@ -32,6 +32,7 @@ pub struct ContextParallelConfig {
     /// How keys and values get to the ranks that need them.
     pub exchange: ExchangeStrategy,
     /// When the vision tower is split over the ranks.
+    #[serde(deserialize_with = "vision")]
     pub vision: VisionShardingConfig,
     /// Whether the primary stream is cut before the model sees it.
     pub primary: PrimaryStream,
@@ -39,6 +40,11 @@ pub struct ContextParallelConfig {
     pub padding_token_id: i64,
     /// Further streams that batches may carry.
     pub streams: Vec<StreamDeclaration>,
+}
+
+/// Reads the field `vision`, so that errors within it name the whole path.
+fn vision<'de, D: Deserializer<'de>>(deserializer: D) -> Result<VisionShardingConfig, D::Error> {
+    VisionShardingConfig::deserialize_at("vision", deserializer)
 }
 
 impl Default for ContextParallelConfig {

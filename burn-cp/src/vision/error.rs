@@ -38,6 +38,19 @@ pub enum VisionError {
         /// Rows of the pixel tensor.
         got: usize,
     },
+    /// A tower with gradients over ranks whose gradients are not parts of one sum.
+    #[error(
+        "vision tower: its parameters or pixels have gradients, so expected a group within {expected}, got {got}, whose \
+         ranks {outside:?} are replicas and would count every gradient again; freeze the tower or split it over {expected}"
+    )]
+    TrainableScope {
+        /// Name of the group whose ranks hold different tokens of one batch.
+        expected: String,
+        /// Name of the group over which the tower was to be split.
+        got: String,
+        /// Global ranks of the latter that are not in the former.
+        outside: Vec<usize>,
+    },
     /// Frames that cannot be dealt out.
     #[error(transparent)]
     Partition(#[from] PartitionError),
@@ -63,6 +76,12 @@ pub enum TowerFault {
     Panicked {
         /// The panic's message.
         message: String,
+    },
+    /// It returned an error.
+    #[error("{error}")]
+    Failed {
+        /// The error and what caused it.
+        error: String,
     },
     /// It made more or fewer rows than its grids have tokens.
     #[error("{what}: expected {expected} rows, one per merged token, got {got}")]

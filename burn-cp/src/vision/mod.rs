@@ -6,11 +6,14 @@
 
 mod config;
 mod error;
+mod form;
 mod frames;
 mod partition;
 mod sharded;
 #[cfg(test)]
 mod tests;
+
+use std::error::Error;
 
 use burn::tensor::{Tensor, backend::Backend};
 
@@ -29,6 +32,9 @@ pub struct VisionFeatures<B: Backend> {
     pub deepstack: Vec<Tensor<B, 2>>,
 }
 
+/// Whatever kept a vision tower from embedding its frames.
+pub type TowerError = Box<dyn Error + Send + Sync>;
+
 /// A vision tower whose frames are independent: attention within a frame, positions within a frame.
 pub trait VisionTower<B: Backend> {
     /// Patches per side of a block that becomes one token.
@@ -42,5 +48,12 @@ pub trait VisionTower<B: Backend> {
 
     /// Runs the tower: pixels `[rows, patch_dim]`, entry by entry and frame by frame, with the grids `(t, h, w)` of the
     /// entries in patches; `rows = Σ t·h·w`. Embeds `Σ t·h·w / merge²` tokens. Never called without an entry.
-    fn forward(&self, pixels: Tensor<B, 2>, grids: &[[usize; 3]]) -> VisionFeatures<B>;
+    ///
+    /// # Errors
+    /// Whatever it cannot do. Where frames are split, every rank gets the first failing rank's error.
+    fn forward(
+        &self,
+        pixels: Tensor<B, 2>,
+        grids: &[[usize; 3]],
+    ) -> Result<VisionFeatures<B>, TowerError>;
 }

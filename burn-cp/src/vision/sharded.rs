@@ -1,19 +1,19 @@
 //! A vision tower that runs on every rank's share of the frames.
 
-use std::{
-    fmt,
-    panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
-};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
-use burn::tensor::{Bool, DType, Tensor, backend::Backend};
+use burn::tensor::{Bool, Tensor, backend::Backend};
 
 use super::{
-    FrameShare, FrameShares, TowerFault, VisionError, VisionFeatures, VisionShardingConfig,
-    VisionTower, frames::num_pixel_rows, plan_frames,
+    FrameShare, FrameShares, TowerError, TowerFault, VisionError, VisionFeatures,
+    VisionShardingConfig, VisionTower,
+    form::{OutputForm, first_fault},
+    frames::num_pixel_rows,
+    plan_frames,
 };
 use crate::{
     collectives::{self, CollectiveBackend},
-    comm::{CommError, ProcessGroup, odd_one_out, panic_message},
+    comm::{CommError, FailureCause, ProcessGroup, panic_message},
 };
 
 const OPERATION: &str = "vision tower";
@@ -21,22 +21,37 @@ const OPERATION: &str = "vision tower";
 /// Runs a vision tower over a group of ranks: each rank computes some of the frames and receives the features of all.
 ///
 /// A trainable tower needs a group whose ranks hold different tokens of the same batch (the `cp` axis), over which its
-/// parameters' gradients are summed afterwards: each rank's backward pass yields the part of its own frames.
+/// parameters' gradients are summed afterwards: each rank's backward pass yields the part of its own frames. A frozen one may
+/// be split over more ranks ([`Self::over`]).
 #[derive(Debug)]
 pub struct FrameSharded<'a, V> {
     tower: &'a V,
+    /// Ranks that hold different tokens of one batch.
+    cp: &'a ProcessGroup,
+    /// Ranks that share the frames.
     group: &'a ProcessGroup,
     config: &'a VisionShardingConfig,
 }
 
 impl<'a, V> FrameSharded<'a, V> {
-    /// Splits the frames of `tower` over `group`. Moves nothing; `config` must be equal on every rank.
-    pub fn new(tower: &'a V, group: &'a ProcessGroup, config: &'a VisionShardingConfig) -> Self {
+    /// Splits the frames of `tower` over `cp`, the ranks that hold different tokens of the same batch. Moves nothing; `config`
+    /// must be equal on every rank.
+    pub fn new(tower: &'a V, cp: &'a ProcessGroup, config: &'a VisionShardingConfig) -> Self {
         Self {
             tower,
-            group,
+            cp,
+            group: cp,
             config,
         }
+    }
+
+    /// The same, but over other ranks: all must be given the same pixels, as replicas of a tensor-parallel axis are.
+    ///
+    /// Where some of them lie outside of the group given to [`Self::new`], [`Self::forward`] refuses a tower with gradients:
+    /// the adjoint of the gather sums over all ranks of `group`, and replicas hold the same gradient, not parts of one.
+    #[must_use]
+    pub fn over(self, group: &'a ProcessGroup) -> Self {
+        Self { group, ..self }
     }
 
     /// Which rank computes which frames of `grids`. Pure host; equal on every rank.
@@ -69,9 +84,12 @@ impl<'a, V> FrameSharded<'a, V> {
     /// the same order, even if its tokens need no feature: its backward pass takes part in the adjoint.
     ///
     /// # Errors
-    /// No entry; grids that do not divide into merge blocks or do not match the pixel rows. [`VisionError::Tower`] where the
-    /// tower of any rank panicked, returned another number of rows than its tokens, or differs from the others' in layers,
-    /// widths, dtype or trainability: the same error on every rank, before any tensor has moved.
+    /// No entry; grids that do not divide into merge blocks or do not match the pixel rows. [`VisionError::TrainableScope`],
+    /// before anything is sent, where the tower or the pixels have gradients and the group is wider than those allow;
+    /// [`CommError::Disagreement`] where the ranks of such a group were given different grids. [`VisionError::Tower`] where the
+    /// tower of any rank returned an error, panicked, returned another number of rows than its tokens, or differs from the
+    /// others' in layers, widths, dtype or trainability: the same error on every rank, before any tensor has moved. Where frames
+    /// are not split, only the rank whose tower fails says so.
     ///
     /// # Panics
     /// Where frames are not split, when the tower does. With a [`CommError`] when communication within the tower or the
@@ -99,23 +117,56 @@ impl<'a, V> FrameSharded<'a, V> {
         if grids.is_empty() {
             return Err(VisionError::NoEntries);
         }
+        self.check_scope(&pixels, grids)?;
         let shares = self.plan(grids)?;
         let share = &shares.shares()[self.group.rank()];
         let trainable = self.tower.is_trainable();
         if shares.is_replicated() {
-            let features = self.tower.forward(pixels, grids);
-            OutputForm::of(&features, share.num_tokens, trainable)
-                .map_err(|fault| self.fault(self.group.rank(), fault))?;
-            return Ok(features);
+            let returned = self.tower.forward(pixels, grids);
+            return returned_features(returned)?
+                .and_then(|features| {
+                    OutputForm::of(&features, share.num_tokens, trainable)?;
+                    Ok(features)
+                })
+                .map_err(|fault| self.fault(self.group.rank(), fault));
         }
+        let merge = self.tower.spatial_merge_size();
+        let num_rows = share.pixel_rows.len() + share.num_floor_rows();
         let outcome = self
-            .run_tower(share_of(pixels, share), &share.grids)
+            .run_tower(pixels_of(pixels, share), &share.tower_grids())?
             .and_then(|features| {
-                let form = OutputForm::of(&features, share.num_tokens, trainable)?;
+                let form = OutputForm::of(&features, num_rows / (merge * merge), trainable)?;
                 Ok((features, form))
             });
         let (features, form) = self.agree(outcome)?;
         Ok(self.gather(features, &form, &shares))
+    }
+
+    /// Refuses gradients over replicas, and replicas that were given something else.
+    fn check_scope<B>(&self, pixels: &Tensor<B, 2>, grids: &[[usize; 3]]) -> Result<(), VisionError>
+    where
+        B: CollectiveBackend,
+        V: VisionTower<B>,
+    {
+        let is_outside = |rank: &&usize| !self.cp.global_ranks().contains(rank);
+        let ranks = self.group.global_ranks().iter();
+        let outside: Vec<usize> = ranks.filter(is_outside).copied().collect();
+        if !self.config.enabled || outside.is_empty() {
+            return Ok(());
+        }
+        let is_tracked = || B::leaf_id(&pixels.clone().into_primitive().tensor()).is_some();
+        if self.tower.is_trainable() || is_tracked() {
+            return Err(VisionError::TrainableScope {
+                expected: self.cp.name().to_owned(),
+                got: self.group.name().to_owned(),
+                outside,
+            });
+        }
+        // Nothing else has compared what ranks beyond those of a step were given.
+        let shown = |grids: &Vec<[usize; 3]>| format!("{grids:?}");
+        self.group
+            .agree("the grids of the vision tower", grids.to_vec(), shown)?;
+        Ok(())
     }
 
     fn fault(&self, index: usize, fault: TowerFault) -> VisionError {
@@ -130,20 +181,19 @@ impl<'a, V> FrameSharded<'a, V> {
         &self,
         pixels: Tensor<B, 2>,
         grids: &[[usize; 3]],
-    ) -> Result<VisionFeatures<B>, TowerFault>
+    ) -> Result<Result<VisionFeatures<B>, TowerFault>, CommError>
     where
         V: VisionTower<B>,
     {
         // The tower is only read, and nothing of it is used once any rank has failed.
-        catch_unwind(AssertUnwindSafe(|| self.tower.forward(pixels, grids))).map_err(|payload| {
-            if payload.is::<CommError>() {
-                // Not the tower's own failure: its rank and operation are those of the failed collective.
-                resume_unwind(payload);
-            }
-            TowerFault::Panicked {
+        match catch_unwind(AssertUnwindSafe(|| self.tower.forward(pixels, grids))) {
+            Ok(returned) => returned_features(returned),
+            // Not the tower's own failure: its rank and operation are those of the failed collective.
+            Err(payload) if payload.is::<CommError>() => resume_unwind(payload),
+            Err(payload) => Ok(Err(TowerFault::Panicked {
                 message: panic_message(payload.as_ref()),
-            }
-        })
+            })),
+        }
     }
 
     /// Tells all ranks how each tower ended, so that either all go on to the all-gather or all return the same error.
@@ -183,6 +233,11 @@ impl<'a, V> FrameSharded<'a, V> {
         } else {
             Tensor::cat(parts, 1)
         };
+        let share = &shares.shares()[self.group.rank()];
+        let message = match share.floor {
+            Some(_) => message.narrow(0, 0, share.num_tokens),
+            None => message,
+        };
         let all =
             collectives::all_gather_sized(message, 0, &shares.num_tokens_per_rank(), self.group);
         // Dummy frames come last.
@@ -204,110 +259,39 @@ impl<'a, V> FrameSharded<'a, V> {
     }
 }
 
-/// The pixel rows of a share.
-fn share_of<B: Backend>(pixels: Tensor<B, 2>, share: &FrameShare) -> Tensor<B, 2> {
+/// What a tower returned, or its fault. A failed collective is not the tower's own failure.
+fn returned_features<B: Backend>(
+    returned: Result<VisionFeatures<B>, TowerError>,
+) -> Result<Result<VisionFeatures<B>, TowerFault>, CommError> {
+    match returned.map_err(|error| error.downcast::<CommError>()) {
+        Ok(features) => Ok(Ok(features)),
+        Err(Ok(error)) => Err(*error),
+        Err(Err(error)) => Ok(Err(TowerFault::Failed {
+            error: FailureCause::Error(error.into()).to_string(),
+        })),
+    }
+}
+
+/// The pixel rows of a share, with those of its floor.
+fn pixels_of<B: Backend>(pixels: Tensor<B, 2>, share: &FrameShare) -> Tensor<B, 2> {
     let [num_rows, patch_dim] = pixels.dims();
-    if !share.is_dummy() {
-        return if share.pixel_rows == (0..num_rows) {
-            pixels
-        } else {
-            pixels.slice([share.pixel_rows.clone()])
-        };
+    if share.is_dummy() {
+        // Zeros in the graph of the pixels, so that the output is tracked here exactly if it is on the ranks with real
+        // frames. A dummy frame is one merge block, so the first real frame has enough rows to make it from.
+        let shape = [share.pixel_rows.len(), patch_dim];
+        let everywhere = Tensor::<B, 2, Bool>::ones(shape, &pixels.device());
+        return pixels.narrow(0, 0, shape[0]).mask_fill(everywhere, 0);
     }
-    // Zeros in the graph of the pixels, so that the output is tracked here exactly if it is on the ranks with real frames.
-    // A dummy frame is one merge block, so the first real frame has enough rows to make it from.
-    let shape = [share.pixel_rows.len(), patch_dim];
-    let everywhere = Tensor::<B, 2, Bool>::ones(shape, &pixels.device());
-    pixels.narrow(0, 0, shape[0]).mask_fill(everywhere, 0)
-}
-
-/// What the outputs of all towers must have in common.
-#[derive(Debug, Clone, PartialEq, Eq)]
-struct OutputForm {
-    /// Of the embeddings, then of each deepstack layer.
-    widths: Vec<usize>,
-    dtype: DType,
-    trainable: bool,
-}
-
-impl OutputForm {
-    /// The form of well-formed features of `num_tokens` tokens.
-    fn of<B: Backend>(
-        features: &VisionFeatures<B>,
-        num_tokens: usize,
-        trainable: bool,
-    ) -> Result<Self, TowerFault> {
-        let dtype = features.embeddings.dtype();
-        let mut widths = Vec::with_capacity(1 + features.deepstack.len());
-        for (i, part) in std::iter::once(&features.embeddings)
-            .chain(&features.deepstack)
-            .enumerate()
-        {
-            let what = || {
-                if i == 0 {
-                    "embeddings".to_owned()
-                } else {
-                    format!("deepstack layer {}", i - 1)
-                }
-            };
-            let [rows, width] = part.dims();
-            if rows != num_tokens {
-                return Err(TowerFault::NumTokens {
-                    what: what(),
-                    expected: num_tokens,
-                    got: rows,
-                });
-            }
-            if part.dtype() != dtype {
-                return Err(TowerFault::Dtype {
-                    what: what(),
-                    expected: dtype,
-                    got: part.dtype(),
-                });
-            }
-            widths.push(width);
+    let mine = if share.pixel_rows == (0..num_rows) {
+        pixels
+    } else {
+        pixels.slice([share.pixel_rows.clone()])
+    };
+    match share.num_floor_rows() {
+        0 => mine,
+        num_rows => {
+            let zeros = Tensor::zeros([num_rows, patch_dim], (&mine.device(), mine.dtype()));
+            Tensor::cat(vec![mine, zeros], 0)
         }
-        Ok(Self {
-            widths,
-            dtype,
-            trainable,
-        })
     }
-}
-
-impl fmt::Display for OutputForm {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (embeddings, layers) = self.widths.split_at(1);
-        let trainable = if self.trainable {
-            "trainable"
-        } else {
-            "frozen"
-        };
-        let num_layers = layers.len();
-        write!(
-            f,
-            "embeddings of width {embeddings:?} and {num_layers} deepstack layers of widths {layers:?}"
-        )?;
-        write!(f, ", {:?}, {trainable}", self.dtype)
-    }
-}
-
-/// The first rank, by index in the group, whose tower failed or whose output differs from that of most ranks.
-fn first_fault(reports: &[Result<OutputForm, TowerFault>]) -> Option<(usize, TowerFault)> {
-    if let Some(fault) = reports
-        .iter()
-        .enumerate()
-        .find_map(|(i, report)| Some((i, report.clone().err()?)))
-    {
-        return Some(fault);
-    }
-    let forms: Vec<&OutputForm> = reports.iter().flatten().collect();
-    let (odd, expected) = odd_one_out(&forms)?;
-    Some((
-        odd,
-        TowerFault::Form {
-            expected: forms[expected].to_string(),
-            got: forms[odd].to_string(),
-        },
-    ))
 }

@@ -168,10 +168,12 @@ faults! {
         "panic-in-vision-tower", rank 1, op ["vision tower"], cause ["the fault"], AtOnce, panics;
     a_panic_in_the_towers_backward_ends_every_rank:
         "panic-in-vision-backward", rank 1, op ["adjoint"], cause ["panicked: the fault"], AtOnce, panics;
+    an_error_of_one_vision_tower_ends_every_rank:
+        "error-in-vision-tower", rank 1, op ["vision tower"], cause ["the tower ran dry"], AtOnce;
     another_number_of_rows_from_one_vision_tower_ends_every_rank:
         "other-rows-from-vision-tower", rank 1, op ["vision tower"], cause ["rows"], AtOnce;
     deepstack_from_one_vision_tower_only_ends_every_rank:
-        "deepstack-from-vision-tower", rank 1, op ["vision tower"], cause ["layers"], AtOnce;
+        "deepstack-from-vision-tower", rank 1, op ["vision tower"], cause ["1 deepstack layers"], AtOnce;
     another_dtype_from_one_vision_tower_ends_every_rank:
         "other-dtype-from-vision-tower", rank 1, op ["vision tower"], cause ["F64"], AtOnce;
     an_error_before_a_collective_ends_every_rank:
@@ -239,10 +241,12 @@ faults! {
         "mesh-panic-in-backward", rank 3, op ["adjoint", "cp[2, 3]"], cause ["panicked: the fault"], AtOnce, panics;
     a_panic_in_the_vision_tower_of_one_of_two_groups_ends_both:
         "mesh-panic-in-vision-tower", rank 3, op ["vision tower"], cause ["the fault"], AtOnce, panics;
+    an_error_of_a_vision_tower_of_one_of_two_groups_ends_both:
+        "mesh-error-in-vision-tower", rank 3, op ["vision tower"], cause ["the tower ran dry"], AtOnce;
     another_number_of_rows_from_a_vision_tower_of_one_of_two_groups_ends_both:
         "mesh-other-rows-from-vision-tower", rank 3, op ["vision tower"], cause ["rows"], AtOnce;
     deepstack_from_one_vision_tower_of_one_of_two_groups_ends_both:
-        "mesh-deepstack-from-vision-tower", rank 3, op ["vision tower"], cause ["layers"], AtOnce;
+        "mesh-deepstack-from-vision-tower", rank 3, op ["vision tower"], cause ["1 deepstack layers"], AtOnce;
     another_placement_in_one_of_two_groups_ends_both:
         "mesh-other-placement", rank 3, op ["the plan of the step"], cause ["rank 3"], AtOnce;
     an_error_in_one_of_two_groups_ends_both:

@@ -21,3 +21,4 @@ mod token_loss;
 mod training;
 mod unpacked_reference;
 mod verbs;
+mod vision;

@@ -75,11 +75,15 @@ fn a_frame_does_not_depend_on_the_others() {
         .visual;
     let patch_dim = config.vision_config.patch_dim();
     let all = pixels::<Flex>(8 + 2 * 4, patch_dim);
-    let whole = all_features(tower.forward(all.clone(), &[[1, 2, 4], [2, 2, 2]]));
+    let whole = all_features(tower.forward(all.clone(), &[[1, 2, 4], [2, 2, 2]]).unwrap());
     let parts = [(0, 8, [1, 2, 4]), (8, 4, [1, 2, 2]), (12, 4, [1, 2, 2])];
     let parts: Vec<_> = parts
         .map(|(start, rows, grid)| {
-            all_features(tower.forward(all.clone().narrow(0, start, rows), &[grid]))
+            all_features(
+                tower
+                    .forward(all.clone().narrow(0, start, rows), &[grid])
+                    .unwrap(),
+            )
         })
         .into();
     for (layer, whole) in whole.into_iter().enumerate() {
@@ -99,7 +103,7 @@ fn a_patch_depends_on_its_whole_frame_and_on_its_place() {
         .model
         .visual;
     let patch_dim = config.vision_config.patch_dim();
-    let run = |pixels| tower.forward(pixels, &[[1, 2, 4]]).embeddings;
+    let run = |pixels| tower.forward(pixels, &[[1, 2, 4]]).unwrap().embeddings;
     let first = run(pixels::<Flex>(8, patch_dim));
     let changed = pixels::<Flex>(8, patch_dim);
     let changed = Tensor::cat(
@@ -235,4 +239,19 @@ fn a_frozen_tower_is_not_trainable() {
     let frozen = model.freeze_vision();
     assert!(!frozen.model.visual.is_trainable());
     assert!(frozen.model.language_model.norm.gamma.is_require_grad());
+}
+
+#[test]
+fn pixels_of_another_patch_size_are_an_error_of_the_tower() {
+    let config = Qwen3VlConfig::tiny(64);
+    let model = config.init::<Flex>(&Default::default(), 1).unwrap();
+    let error = model
+        .model
+        .visual
+        .forward(pixels(4, 5), &[[1, 2, 2]])
+        .unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "pixels [rows, patch_dim] of grids [[1, 2, 2]]: expected [4, 96], got [4, 5]"
+    );
 }

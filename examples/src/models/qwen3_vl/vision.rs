@@ -7,7 +7,7 @@ use burn::{
 };
 use burn_cp::{
     nn::RotaryTables,
-    vision::{VisionFeatures, VisionTower},
+    vision::{TowerError, VisionFeatures, VisionTower},
 };
 use burn_cp_kernels::{
     AttentionOptions, Segment, Segments, VarlenAttentionBackend, varlen_attention,
@@ -141,14 +141,20 @@ impl<B: VarlenAttentionBackend> VisionTower<B> for Qwen3VlVision<B> {
         found.0
     }
 
-    fn forward(&self, pixels: Tensor<B, 2>, grids: &[[usize; 3]]) -> VisionFeatures<B> {
+    fn forward(
+        &self,
+        pixels: Tensor<B, 2>,
+        grids: &[[usize; 3]],
+    ) -> Result<VisionFeatures<B>, TowerError> {
         let config = &self.config;
         let geometry = PatchGeometry::new(grids, config.spatial_merge_size, config.grid_side());
-        assert_eq!(
-            pixels.dims(),
-            [geometry.num_rows(), config.patch_dim()],
-            "vision tower: pixels [rows, patch_dim] of grids {grids:?}"
-        );
+        let (expected, got) = ([geometry.num_rows(), config.patch_dim()], pixels.dims());
+        if expected != got {
+            return Err(format!(
+                "pixels [rows, patch_dim] of grids {grids:?}: expected {expected:?}, got {got:?}"
+            )
+            .into());
+        }
         let dtype = self.patch_embed.proj.weight.val().dtype();
         let device = pixels.device();
         let frames = self.frames(&geometry, dtype, &device);
@@ -166,10 +172,10 @@ impl<B: VarlenAttentionBackend> VisionTower<B> for Qwen3VlVision<B> {
                 deepstack.push(self.deepstack_merger_list[place].forward(x.clone()));
             }
         }
-        VisionFeatures {
+        Ok(VisionFeatures {
             embeddings: self.merger.forward(x),
             deepstack,
-        }
+        })
     }
 }
 

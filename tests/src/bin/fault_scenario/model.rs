@@ -19,7 +19,7 @@ use burn_cp::{
     attention::AttentionOptions,
     nn::SequenceModel,
     sharder::{CpStep, StepError},
-    vision::{VisionFeatures, VisionTower},
+    vision::{TowerError, VisionFeatures, VisionTower},
 };
 
 /// The backend without gradients.
@@ -243,6 +243,8 @@ pub(crate) enum Output {
     Deepstack,
     /// `f64` instead of `f32`.
     Dtype,
+    /// An error.
+    Error,
 }
 
 /// A tower that fails on one rank.
@@ -266,7 +268,11 @@ impl VisionTower<B> for FaultyTower {
         true
     }
 
-    fn forward(&self, pixels: Tensor<B, 2>, _grids: &[[usize; 3]]) -> VisionFeatures<B> {
+    fn forward(
+        &self,
+        pixels: Tensor<B, 2>,
+        _grids: &[[usize; 3]],
+    ) -> Result<VisionFeatures<B>, TowerError> {
         let embeddings = self.patches.linear.forward(pixels);
         if let Some(run) = &self.fault.forward {
             run();
@@ -275,6 +281,9 @@ impl VisionTower<B> for FaultyTower {
             Some(run) => when_backward(embeddings, run.clone()),
             None => embeddings,
         };
+        if self.output == Output::Error {
+            return Err("the tower ran dry".into());
+        }
         let deepstack = match self.output {
             Output::Deepstack => vec![embeddings.clone()],
             _ => Vec::new(),
@@ -284,9 +293,9 @@ impl VisionTower<B> for FaultyTower {
             Output::Dtype => embeddings.cast(FloatDType::F64),
             _ => embeddings,
         };
-        VisionFeatures {
+        Ok(VisionFeatures {
             embeddings,
             deepstack,
-        }
+        })
     }
 }

@@ -90,6 +90,7 @@ pub(crate) fn scenario(name: &str) -> Option<Scenario> {
         "other-rows-from-vision-tower" => TowerOutput(Output::Row),
         "deepstack-from-vision-tower" => TowerOutput(Output::Deepstack),
         "other-dtype-from-vision-tower" => TowerOutput(Output::Dtype),
+        "error-in-vision-tower" => TowerOutput(Output::Error),
         "error-in-forward" => Error,
         "error-before-backward" => ErrorBeforeBackward,
         "other-collective-in-forward" => Forward(Act::OtherCollective),

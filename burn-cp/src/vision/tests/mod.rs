@@ -1,16 +1,21 @@
 //! A small tower over several ranks, against the same tower on one.
 
+mod config;
+mod faults;
+mod frames;
+mod scope;
+
 use std::{sync::Mutex, time::Duration};
 
 use burn::{
     backend::{Autodiff, Flex},
-    tensor::{Tensor, TensorData},
+    tensor::{DType, Tensor, TensorData},
 };
 
 use super::*;
 use crate::{
     collectives::CollectiveBackend,
-    comm::{self, CommError, FailureCause, ProcessGroup, RankFailure},
+    comm::{self, CommError, FailureCause, Groups, ProcessGroup, RankFailure},
     launch::{self, LaunchError, ThreadsOptions},
     mesh::DeviceMesh,
 };
@@ -29,10 +34,17 @@ enum Fault {
     LongLayer,
     MissingLayer,
     WideLayer,
+    DoubleLayer,
+    Double,
     Frozen,
+    Error,
     Panic,
     Comm,
+    CommError,
 }
+
+/// Grids and pixels that a tower was run with.
+type Call = (Vec<[usize; 3]>, Vec<f32>);
 
 /// Patches see the mean of their frame, so a frame that is torn apart or mixed with another one shows.
 #[derive(Debug)]
@@ -40,6 +52,8 @@ struct Tower {
     /// `[PATCH_DIM, INNER]`, `[1, INNER]`, then `[4 * INNER, width]` for each output.
     weights: Vec<Tensor<B, 2>>,
     fault: Fault,
+    /// Every call.
+    calls: Mutex<Vec<Call>>,
 }
 
 /// Numbers between -1 and 1 that look random and depend on `seed` alone.
@@ -70,6 +84,7 @@ impl Tower {
         Self {
             weights: shapes.into_iter().enumerate().map(leaf).collect(),
             fault: Fault::None,
+            calls: Mutex::default(),
         }
     }
 }
@@ -87,16 +102,24 @@ impl VisionTower<B> for Tower {
         self.weights[0].is_require_grad() && self.fault != Fault::Frozen
     }
 
-    fn forward(&self, pixels: Tensor<B, 2>, grids: &[[usize; 3]]) -> VisionFeatures<B> {
+    fn forward(
+        &self,
+        pixels: Tensor<B, 2>,
+        grids: &[[usize; 3]],
+    ) -> Result<VisionFeatures<B>, TowerError> {
+        let left = CommError::PeerLeft {
+            op: "tensor parallel sum".to_owned(),
+            rank: 0,
+        };
         match self.fault {
             Fault::Panic => panic!("the lens is broken"),
-            Fault::Comm => CommError::PeerLeft {
-                op: "tensor parallel sum".to_owned(),
-                rank: 0,
-            }
-            .raise(),
+            Fault::Error => return Err("the lens is fogged".into()),
+            Fault::Comm => left.raise(),
+            Fault::CommError => return Err(left.into()),
             _ => {}
         }
+        let call = (grids.to_vec(), values(pixels.clone()));
+        self.calls.lock().unwrap().push(call);
         let states = (pixels.matmul(self.weights[0].clone()) + self.weights[1].clone()).tanh();
         let (mut row, mut frames) = (0, Vec::new());
         for &[t, h, w] in grids {
@@ -123,13 +146,17 @@ impl VisionTower<B> for Tower {
                     Tensor::cat(vec![outputs[last].clone(), noise(1, WIDTHS[last], 0)], 0)
             }
             Fault::WideLayer => outputs[last] = Tensor::cat(vec![outputs[last].clone(); 2], 1),
+            Fault::DoubleLayer => outputs[last] = outputs[last].clone().cast(DType::F64),
+            Fault::Double => outputs
+                .iter_mut()
+                .for_each(|output| *output = output.clone().cast(DType::F64)),
             Fault::MissingLayer => drop(outputs.pop()),
             _ => {}
         }
-        VisionFeatures {
+        Ok(VisionFeatures {
             embeddings: outputs.remove(0),
             deepstack: outputs,
-        }
+        })
     }
 }
 
@@ -203,14 +230,22 @@ fn ranks<T: Send>(
     world_size: usize,
     f: impl Fn(&ProcessGroup) -> T + Sync,
 ) -> Result<Vec<T>, LaunchError> {
-    let mesh = DeviceMesh::new([("cp", world_size)]).unwrap();
+    replicated_ranks(world_size, 1, |groups| f(&groups.along(&["cp"]).unwrap()))
+}
+
+/// Runs `f` on every rank of a mesh of `cp` ranks with `tp` replicas each.
+fn replicated_ranks<T: Send>(
+    cp: usize,
+    tp: usize,
+    f: impl Fn(Groups) -> T + Sync,
+) -> Result<Vec<T>, LaunchError> {
+    let mesh = DeviceMesh::new([("cp", cp), ("tp", tp)]).unwrap();
     let options = ThreadsOptions {
         deadline: Duration::from_secs(60),
         ..ThreadsOptions::default()
     };
-    launch::threads_with(world_size, options, |rank| {
-        let group = comm::bind(&mesh, &rank)?.along(&["cp"])?;
-        Ok::<_, CommError>(f(&group))
+    launch::threads_with(mesh.world_size(), options, |rank| {
+        Ok::<_, CommError>(f(comm::bind(&mesh, &rank)?))
     })
 }
 
@@ -219,14 +254,16 @@ fn sharded_features_and_summed_gradients_equal_those_of_one_rank() {
     let mixed = [[1, 2, 2], [1, 4, 4], [3, 2, 4], [1, 6, 4], [1, 2, 2]];
     let two_images = [[1, 2, 4], [1, 4, 2]];
     for grids in [&mixed[..], &two_images[..], &[[5, 2, 2]], &[[1, 4, 4]]] {
-        let config = VisionShardingConfig::always();
-        let (features, grads) = train(&ProcessGroup::solo(), &config, grids);
+        let always = VisionShardingConfig::always();
+        let (features, grads) = train(&ProcessGroup::solo(), &always, grids);
         for world_size in 1..=4 {
-            for config in [config.clone(), VisionShardingConfig::replicated()] {
-                let what = format!(
-                    "{grids:?} on {world_size} ranks, enabled: {}",
-                    config.enabled
-                );
+            for config in [
+                always.clone().with_min_local_patch_rows(0),
+                always.clone().with_min_local_patch_rows(20),
+                always.clone(),
+                VisionShardingConfig::replicated(),
+            ] {
+                let what = format!("{grids:?} on {world_size} ranks, {config:?}");
                 let results = ranks(world_size, |group| train(group, &config, grids)).unwrap();
                 let mut sums: Vec<Vec<f32>> =
                     grads.iter().map(|grad| vec![0.0; grad.len()]).collect();
@@ -254,10 +291,43 @@ fn a_dummy_frame_takes_part_in_backward_with_zero_gradients() {
         train(group, &VisionShardingConfig::always(), &[[1, 2, 2]])
     })
     .unwrap();
-    assert!(results[0].1.iter().flatten().any(|&grad| grad != 0.0));
+    // Of the pixels, then of the weights; the bias sees every row that the tower runs.
+    let bias = 2;
+    assert!(results[0].1[bias].iter().any(|&grad| grad != 0.0));
     for (_, grads) in &results[1..] {
         assert_eq!(grads.len(), 3 + WIDTHS.len());
         assert!(grads.iter().flatten().all(|&grad| grad == 0.0));
+    }
+}
+
+#[test]
+fn a_tower_is_given_its_own_rows_then_zeros_up_to_the_floor() {
+    let grids = [[2, 2, 2], [1, 4, 4]];
+    let calls = ranks(4, |group| {
+        let tower = Tower::new(false);
+        let config = VisionShardingConfig::always().with_min_local_patch_rows(11);
+        FrameSharded::new(&tower, group, &config)
+            .forward(pixels_of(&grids), &grids)
+            .unwrap();
+        tower.calls.into_inner().unwrap()
+    })
+    .unwrap();
+    let pixels = values(pixels_of(&grids));
+    let zeros = vec![0.0; 8 * PATCH_DIM];
+    let expected = [
+        (
+            vec![[1, 2, 2], [2, 2, 2]],
+            [&pixels[..4 * PATCH_DIM], &zeros].concat(),
+        ),
+        (
+            vec![[1, 2, 2], [2, 2, 2]],
+            [&pixels[4 * PATCH_DIM..8 * PATCH_DIM], &zeros].concat(),
+        ),
+        (vec![[1, 4, 4]], pixels[8 * PATCH_DIM..].to_vec()),
+        (vec![[1, 2, 2]], vec![0.0; 4 * PATCH_DIM]),
+    ];
+    for (rank, (calls, expected)) in calls.into_iter().zip(expected).enumerate() {
+        assert_eq!(calls, [expected], "rank {rank}");
     }
 }
 
@@ -275,112 +345,6 @@ fn a_frozen_tower_is_sharded_without_a_graph() {
         (dims, num_layers, tracked)
     });
     assert_eq!(outputs.unwrap(), [([5, WIDTHS[0]], 2, false); 3]);
-}
-
-/// Runs three ranks of which rank 1 has a faulty tower; what each rank's call returned, and the world's failure.
-fn with_fault(fault: Fault, grids: &[[usize; 3]]) -> (Vec<VisionError>, RankFailure) {
-    let errors = Mutex::new(Vec::new());
-    let outcome = ranks(3, |group| {
-        let mut tower = Tower::new(true);
-        if group.rank() == 1 {
-            tower.fault = fault;
-        }
-        let config = VisionShardingConfig::always();
-        let error = FrameSharded::new(&tower, group, &config)
-            .forward(pixels_of(grids), grids)
-            .unwrap_err();
-        errors.lock().unwrap().push(error);
-    });
-    let Err(LaunchError::Rank(failure)) = outcome else {
-        panic!("the world failed on a rank, got {outcome:?}")
-    };
-    (errors.into_inner().unwrap(), failure)
-}
-
-#[test]
-fn the_fault_of_one_tower_is_the_same_error_on_every_rank() {
-    let grids = [[1, 2, 2], [2, 4, 4], [1, 2, 4]];
-    for (fault, message) in [
-        (
-            Fault::ExtraRow,
-            "rank 1 failed in vision tower: embeddings: expected 4 rows, one per merged token, got 5",
-        ),
-        (
-            Fault::LongLayer,
-            "rank 1 failed in vision tower: deepstack layer 1: expected 4 rows, one per merged token, got 5",
-        ),
-        (
-            Fault::Panic,
-            "rank 1 failed in vision tower: panicked: the lens is broken",
-        ),
-        (
-            Fault::MissingLayer,
-            "rank 1 failed in vision tower: output differs from the other ranks': expected embeddings of width [5] and 2 \
-             deepstack layers of widths [2, 3], F32, trainable, got embeddings of width [5] and 1 deepstack layers of \
-             widths [2], F32, trainable",
-        ),
-        (
-            Fault::WideLayer,
-            "rank 1 failed in vision tower: output differs from the other ranks': expected embeddings of width [5] and 2 \
-             deepstack layers of widths [2, 3], F32, trainable, got embeddings of width [5] and 2 deepstack layers of \
-             widths [2, 6], F32, trainable",
-        ),
-        (
-            Fault::Frozen,
-            "rank 1 failed in vision tower: output differs from the other ranks': expected embeddings of width [5] and 2 \
-             deepstack layers of widths [2, 3], F32, trainable, got embeddings of width [5] and 2 deepstack layers of \
-             widths [2, 3], F32, frozen",
-        ),
-    ] {
-        let (errors, failure) = with_fault(fault, &grids);
-        let texts: Vec<String> = errors.iter().map(ToString::to_string).collect();
-        assert_eq!(texts, [message; 3]);
-        assert!(
-            errors
-                .iter()
-                .all(|error| matches!(error, VisionError::Tower { rank: 1, .. }))
-        );
-        assert_eq!(failure.to_string(), message, "the world's first failure");
-    }
-}
-
-#[test]
-fn the_fault_of_a_dummy_frame_counts_too() {
-    let (errors, failure) = with_fault(Fault::Panic, &[[1, 4, 4]]);
-    assert_eq!(errors.len(), 3);
-    assert_eq!((failure.rank, failure.op.as_str()), (1, "vision tower"));
-}
-
-#[test]
-fn a_failed_collective_within_a_tower_stays_what_it_is() {
-    let outcome = ranks(2, |group| {
-        let mut tower = Tower::new(true);
-        if group.rank() == 1 {
-            tower.fault = Fault::Comm;
-        }
-        let (config, grids) = (VisionShardingConfig::always(), [[2, 2, 2]]);
-        let error = FrameSharded::new(&tower, group, &config)
-            .forward(pixels_of(&grids), &grids)
-            .unwrap_err();
-        assert!(
-            matches!(
-                error,
-                VisionError::Comm(CommError::PeerFailed { rank: 1, .. })
-            ),
-            "{error}"
-        );
-    });
-    let Err(LaunchError::Rank(failure)) = outcome else {
-        panic!("the world failed on a rank, got {outcome:?}")
-    };
-    assert_eq!(failure.rank, 1);
-    assert!(
-        matches!(
-            failure.cause,
-            FailureCause::Comm(CommError::PeerLeft { .. })
-        ),
-        "{failure}"
-    );
 }
 
 #[test]
