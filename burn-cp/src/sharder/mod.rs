@@ -4,15 +4,18 @@
 //! stream. No tensor travels: every rank derives the same plan, and one host message confirms that they did. The result, a
 //! [`CpStep`], is immutable and passed to the model explicitly.
 
+mod capabilities;
 mod check;
 mod config;
 mod context;
 mod cut;
 mod error;
 mod media;
+mod names;
 mod step;
 mod verbs;
 
+pub use capabilities::{CapabilityError, ModelCapabilities, Violation};
 pub use check::IGNORED_LABEL;
 pub use config::{ContextParallelConfig, PrimaryStream};
 pub use context::ContextParallel;

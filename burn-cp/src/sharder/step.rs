@@ -124,6 +124,16 @@ impl<B: ContextParallelBackend> CpStep<B> {
         self.inner.size[1]
     }
 
+    /// How the batch was sharded.
+    pub fn config(&self) -> &ContextParallelConfig {
+        &self.inner.config
+    }
+
+    /// Images or videos of the batch, counted as it added them.
+    pub fn num_media(&self) -> usize {
+        self.inner.media.len()
+    }
+
     /// The group over which the sequence is sharded.
     pub fn group(&self) -> &ProcessGroup {
         &self.inner.cp

@@ -7,6 +7,8 @@ mod attention;
 mod bad_input;
 mod bad_media;
 mod bitwise;
+mod burn_modules;
+mod capabilities;
 mod collectives;
 mod gradients;
 mod operations;
