@@ -1,8 +1,8 @@
 //! What was saved of Burn's layers, and whose parameters they stay.
 
-use burn::module::Module;
 use burn::{
     backend::Flex,
+    module::Module,
     nn::{
         attention::{MultiHeadAttention, MultiHeadAttentionConfig},
         transformer::{TransformerEncoder, TransformerEncoderRecord},
@@ -20,6 +20,7 @@ use burn_cp_tests::{on_groups, sharder, to_bits};
 
 use super::{D_MODEL, NUM_HEADS, encoder, filled, ids, numbers, packed};
 
+/// The bits of the outputs over packed documents on one rank.
 fn run<B: ContextParallelBackend>(
     forward: impl Fn(Tensor<B, 3>, &CpStep<B>) -> Tensor<B, 3> + Sync,
 ) -> Vec<u64> {
@@ -67,16 +68,16 @@ fn what_was_saved_of_an_encoder_loads_into_ours_and_back() {
     let bytes = Recorder::<B>::record(&recorder, burns.clone().into_record(), ()).unwrap();
     let record: TransformerEncoderRecord<B> = recorder.load(bytes, &device).unwrap();
     let loaded = ours(2);
-    assert_ne!(run(|x, step| loaded.forward(x, step)), want);
+    assert!(run(|x, step| loaded.forward(x, step)) != want);
     let loaded = loaded.load_record(record);
-    assert_eq!(run(|x, step| loaded.forward(x, step)), want);
+    assert!(run(|x, step| loaded.forward(x, step)) == want);
     assert_eq!(ids::<B, _>(&loaded), ids::<B, _>(&burns));
 
     let bytes = Recorder::<B>::record(&recorder, loaded.into_record(), ()).unwrap();
     let back = filled::<B, _>(encoder().init(&device), 3)
         .load_record(recorder.load(bytes, &device).unwrap());
     let back = ContextParallelEncoder::try_from(back).unwrap();
-    assert_eq!(run(|x, step| back.forward(x, step)), want);
+    assert!(run(|x, step| back.forward(x, step)) == want);
 }
 
 #[test]
@@ -93,14 +94,14 @@ fn what_was_saved_of_attention_loads_into_ours() {
 
     let loaded = ContextParallelAttention::try_from(burns(2)).unwrap();
     let loaded = loaded.load_multi_head_record(record()).unwrap();
-    assert_eq!(run(|x, step| loaded.forward(x, step)), want);
+    assert!(run(|x, step| loaded.forward(x, step)) == want);
     let same =
         ContextParallelAttentionConfig::new(D_MODEL, NUM_HEADS, NUM_HEADS, D_MODEL / NUM_HEADS)
             .with_qkv_bias(true)
             .with_output_bias(true);
     let loaded = same.init::<B>(&device).unwrap();
     let loaded = loaded.load_multi_head_record(record()).unwrap();
-    assert_eq!(run(|x, step| loaded.forward(x, step)), want);
+    assert!(run(|x, step| loaded.forward(x, step)) == want);
 
     let refused = |config: ContextParallelAttentionConfig| {
         let layer = config.init::<B>(&device).unwrap();
