@@ -25,6 +25,7 @@ mod backends;
 pub mod batch;
 pub mod collectives;
 pub mod comm;
+mod field_path;
 pub mod launch;
 pub mod layout;
 pub mod loss;

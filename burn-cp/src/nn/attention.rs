@@ -141,13 +141,25 @@ pub struct ContextParallelAttention<B: Backend> {
     /// Norm of each key head.
     pub k_norm: Option<RmsNorm<B>>,
     #[module(skip)]
-    head_dim: usize,
+    pub(super) head_dim: usize,
     #[module(skip)]
-    causal: bool,
+    pub(super) causal: bool,
     #[module(skip)]
-    window: Option<usize>,
+    pub(super) window: Option<usize>,
     #[module(skip)]
-    rope: Option<RotaryConfig>,
+    pub(super) rope: Option<RotaryConfig>,
+}
+
+impl<B: Backend> ContextParallelAttention<B> {
+    /// The same layer, in which every token sees its whole document, whatever window it had.
+    #[must_use]
+    pub fn full(self) -> Self {
+        Self {
+            causal: false,
+            window: None,
+            ..self
+        }
+    }
 }
 
 impl<B: ContextParallelBackend> ContextParallelAttention<B> {
@@ -252,6 +264,7 @@ mod tests {
             Err(NnError::Field { what, .. }) => what,
             Err(NnError::HeadGroups { .. }) => "groups",
             Err(NnError::Sections { .. }) => "sections",
+            Err(NnError::Unconvertible { .. }) => "unconvertible",
             Ok(_) => "none",
         };
         let rope = RotaryConfig::new(1e4);

@@ -1,6 +1,6 @@
 //! The error type of this room.
 
-/// Why a layer cannot be built from its configuration.
+/// Why a layer cannot be built from its configuration, or made from one of Burn's.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum NnError {
@@ -31,6 +31,16 @@ pub enum NnError {
         expected: String,
         /// The sections found.
         sections: [usize; 3],
+    },
+    /// A module or record of Burn's cannot become one of ours with the same results.
+    #[error("{path}: expected {expected}, got {got}")]
+    Unconvertible {
+        /// Path of the field at fault within Burn's module.
+        path: String,
+        /// What would be convertible.
+        expected: String,
+        /// The value found.
+        got: String,
     },
 }
 

@@ -1,7 +1,9 @@
 //! Models and layers that run on a rank's part of a sequence.
 
 mod attention;
+mod encoder;
 mod error;
+mod multi_head;
 mod parameters;
 mod rotary;
 mod sharded;
@@ -9,6 +11,7 @@ mod sharded;
 use burn::tensor::Tensor;
 
 pub use attention::*;
+pub use encoder::ContextParallelEncoder;
 pub use error::NnError;
 pub use parameters::{ParameterError, check_parameters};
 pub use rotary::*;
@@ -16,7 +19,7 @@ pub use sharded::SequenceSharded;
 
 use crate::{
     attention::ContextParallelBackend,
-    sharder::{CpStep, StepError},
+    sharder::{CpStep, ModelCapabilities, StepError},
 };
 
 /// A model that predicts the next token of sequences that are sharded over ranks.
@@ -28,4 +31,12 @@ pub trait SequenceModel<B: ContextParallelBackend> {
     /// # Errors
     /// The step lacks what the model needs, or the vision tower failed on any rank.
     fn forward(&self, step: &CpStep<B>) -> Result<Tensor<B, 3>, StepError>;
+
+    /// What it can be given besides the tokens of one document per row. What it does not declare is refused by
+    /// [`SequenceSharded`] on every rank, before anything moves. Must be the same on every rank.
+    ///
+    /// By default [`ModelCapabilities::text`]: packed documents, as the contract above implies, and no media.
+    fn capabilities(&self) -> ModelCapabilities {
+        ModelCapabilities::text()
+    }
 }

@@ -11,9 +11,10 @@ use sha2::{Digest, Sha256};
 use crate::{
     collectives::CollectiveBackend,
     comm::{CommError, FailureCause, ProcessGroup, odd_one_out},
+    sharder::CapabilityError,
 };
 
-/// Ranks whose models do not fit together. Every rank of the group returns the same error.
+/// Ranks whose models do not fit together, or not the configuration. Every rank of the group returns the same error.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum ParameterError {
@@ -44,6 +45,9 @@ pub enum ParameterError {
         /// Global rank.
         second: usize,
     },
+    /// The configuration asks for what the model does not declare to support.
+    #[error(transparent)]
+    Unsupported(#[from] CapabilityError),
     /// The ranks could not talk to each other.
     #[error(transparent)]
     Comm(#[from] CommError),

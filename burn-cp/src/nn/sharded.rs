@@ -11,10 +11,13 @@ use burn::{
 use super::{ParameterError, SequenceModel, check_parameters};
 use crate::{
     attention::ContextParallelBackend,
-    sharder::{ContextParallel, CpStep, StepError},
+    sharder::{ContextParallel, CpStep, ModelCapabilities, StepError},
 };
 
 /// A model whose ranks have been checked to start alike. It is a module like the one it wraps: same record, same parameters.
+///
+/// It is given no step that holds what its model does not declare to support: [`SequenceModel::forward`] then returns
+/// [`StepError::Unsupported`] on every rank, without having run the model.
 #[derive(Debug, Clone)]
 pub struct SequenceSharded<M> {
     model: M,
@@ -25,12 +28,14 @@ impl<M> SequenceSharded<M> {
     /// (`model.clone().fork(device)`, after every parameter has been materialised).
     ///
     /// # Errors
-    /// Ranks start with different parameters, or share autodiff leaves; the same error on all of them.
+    /// The configuration asks for what the model does not declare, found before anything is sent; ranks that start with
+    /// different parameters, or share autodiff leaves. The same error on all of them.
     pub fn new<B>(model: M, cp: &ContextParallel) -> Result<Self, ParameterError>
     where
         B: ContextParallelBackend,
         M: Module<B> + SequenceModel<B>,
     {
+        SequenceModel::<B>::capabilities(&model).check_config(cp.config(), cp.group().size())?;
         check_parameters(&model, cp.loss_group())?;
         Ok(Self { model })
     }
@@ -53,7 +58,12 @@ impl<M> SequenceSharded<M> {
 
 impl<B: ContextParallelBackend, M: SequenceModel<B>> SequenceModel<B> for SequenceSharded<M> {
     fn forward(&self, step: &CpStep<B>) -> Result<Tensor<B, 3>, StepError> {
+        self.capabilities().check_step(step)?;
         self.model.forward(step)
+    }
+
+    fn capabilities(&self) -> ModelCapabilities {
+        self.model.capabilities()
     }
 }
 

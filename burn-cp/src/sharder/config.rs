@@ -1,9 +1,13 @@
 //! How a model is run over a mesh.
 
-use serde::{Deserialize, Deserializer, Serialize};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
+use super::names;
 use crate::{
-    batch::StreamDeclaration, layout::LayoutPolicy, plan::ExchangeStrategy,
+    batch::StreamDeclaration,
+    field_path::{ReadFields, read_with_path},
+    layout::LayoutPolicy,
+    plan::ExchangeStrategy,
     vision::VisionShardingConfig,
 };
 
@@ -20,21 +24,53 @@ pub enum PrimaryStream {
 }
 
 /// How sequences are sharded and exchanged. The same on every rank.
+///
+/// Read from any self-describing format (TOML, JSON, ..): a field that is left out has its default, an unknown one is refused,
+/// and an error names the field by its path. `layout`, `exchange` and `primary` are written as below and also read by other
+/// names in use; case, spaces around a name, and `-` or `_` make no difference. Null, `""`, `"auto"` and `"default"` mean the
+/// default.
+///
+/// | field | written | also read |
+/// | --- | --- | --- |
+/// | `layout` | `{ "contiguous": { "multiple": 1 } }` (default) | `contiguous` |
+/// | | `"head-tail"` | `round_robin`, `load_balanced`, `zigzag` |
+/// | | `"dual-chunk-swap"` | `thd`, `thd_dual_chunk_swap` |
+/// | | `"identity"` | |
+/// | | `{ "custom": [[{ "start": 0, "end": 8 }], ..] }` | |
+/// | `exchange` | `"needed-only"` (default) | `needed`, `halo`, `neighbor`, `neighbour`, `a2a`, `a2av`, `alltoall`, `all_to_all`, `needed_a2a` |
+/// | | `"all-gather"` | `allgather` |
+/// | `primary` | `"sharded"` (default), `"whole"` | |
+///
+/// The names of an exchange by neighbours or all-to-all mean `needed-only`, which moves just those tokens; `a2a` is not the
+/// exchange of heads that goes by that name elsewhere. There is no choice of kernels: a backend has one.
+///
+/// ```
+/// use burn_cp::{layout::LayoutPolicy, sharder::ContextParallelConfig};
+///
+/// let read = |text| serde_json::from_str::<ContextParallelConfig>(text);
+/// assert_eq!(read(r#"{ "layout": "Round-Robin" }"#).unwrap().layout, LayoutPolicy::HeadTail);
+/// let error = read(r#"{ "exchange": "ring" }"#).unwrap_err().to_string();
+/// assert!(error.starts_with("exchange: expected one of needed-only, all-gather; ring is not built yet"), "{error}");
+/// ```
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
+// The derived functions become private ones of the type, which the traits below call.
+#[serde(remote = "Self", default, deny_unknown_fields)]
 pub struct ContextParallelConfig {
     /// Mesh axis over which sequences are sharded.
     pub cp_axis: String,
     /// Mesh axes over which the loss is averaged and gradients are summed.
     pub loss_axes: Vec<String>,
     /// Which rank owns which tokens.
+    #[serde(deserialize_with = "names::layout")]
     pub layout: LayoutPolicy,
     /// How keys and values get to the ranks that need them.
+    #[serde(deserialize_with = "names::exchange")]
     pub exchange: ExchangeStrategy,
     /// When the vision tower is split over the ranks.
-    #[serde(deserialize_with = "vision")]
+    #[serde(deserialize_with = "VisionShardingConfig::deserialize")]
     pub vision: VisionShardingConfig,
     /// Whether the primary stream is cut before the model sees it.
+    #[serde(deserialize_with = "names::primary")]
     pub primary: PrimaryStream,
     /// Id that stands in tokens added behind a sequence.
     pub padding_token_id: i64,
@@ -42,22 +78,35 @@ pub struct ContextParallelConfig {
     pub streams: Vec<StreamDeclaration>,
 }
 
-/// Reads the field `vision`, so that errors within it name the whole path.
-fn vision<'de, D: Deserializer<'de>>(deserializer: D) -> Result<VisionShardingConfig, D::Error> {
-    VisionShardingConfig::deserialize_at("vision", deserializer)
-}
-
 impl Default for ContextParallelConfig {
     fn default() -> Self {
         Self {
             cp_axis: "cp".to_owned(),
             loss_axes: vec!["dp".to_owned(), "cp".to_owned()],
-            layout: LayoutPolicy::Contiguous { multiple: 1 },
-            exchange: ExchangeStrategy::NeededOnly,
+            layout: names::DEFAULT_LAYOUT,
+            exchange: names::DEFAULT_EXCHANGE,
             vision: VisionShardingConfig::default(),
             primary: PrimaryStream::default(),
             padding_token_id: 0,
             streams: Vec::new(),
         }
+    }
+}
+
+impl Serialize for ContextParallelConfig {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        Self::serialize(self, serializer)
+    }
+}
+
+impl<'de> ReadFields<'de> for ContextParallelConfig {
+    fn read_fields<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        Self::deserialize(deserializer)
+    }
+}
+
+impl<'de> Deserialize<'de> for ContextParallelConfig {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        read_with_path(deserializer)
     }
 }

@@ -1,5 +1,6 @@
 //! What can go wrong in a step.
 
+use super::CapabilityError;
 use crate::{
     attention::PrepareError, batch::BatchError, comm::CommError, layout::LayoutError,
     plan::PlanError, vision::VisionError,
@@ -35,6 +36,9 @@ pub enum StepError {
         /// What there is.
         available: String,
     },
+    /// The step holds what the model does not declare to support.
+    #[error(transparent)]
+    Unsupported(#[from] CapabilityError),
     /// Several of a model's configuration values do not fit.
     #[error("{what}: expected {expected}, got {got}")]
     Invalid {

@@ -6,15 +6,18 @@
 
 mod arrangement;
 mod broadcast;
+mod capabilities;
 mod check;
 mod config;
 mod context;
 mod cut;
 mod error;
 mod media;
+mod names;
 mod step;
 mod verbs;
 
+pub use capabilities::{CapabilityError, ModelCapabilities, Violation};
 pub use check::IGNORED_LABEL;
 pub use config::{ContextParallelConfig, PrimaryStream};
 pub use context::ContextParallel;

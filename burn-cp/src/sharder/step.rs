@@ -128,6 +128,16 @@ impl<B: ContextParallelBackend> CpStep<B> {
         &self.inner.arrangement
     }
 
+    /// How the batch was sharded.
+    pub fn config(&self) -> &ContextParallelConfig {
+        &self.inner.config
+    }
+
+    /// Images or videos of the batch, counted as it added them.
+    pub fn num_media(&self) -> usize {
+        self.inner.media.len()
+    }
+
     /// The group over which the sequence is sharded.
     pub fn group(&self) -> &ProcessGroup {
         &self.inner.cp

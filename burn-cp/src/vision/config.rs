@@ -1,16 +1,13 @@
 //! When and how the vision tower is sharded.
 
-use std::fmt;
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
 
-use serde::{
-    Deserialize, Deserializer, Serialize, Serializer,
-    de::{Error, IgnoredAny, MapAccess, SeqAccess, Visitor},
-};
+use crate::field_path::{ReadFields, read_with_path};
 
 /// When the vision tower is split over ranks, and what a frame is taken to cost.
 ///
 /// Fields that a configuration file leaves out have their defaults. Unknown fields and wrong values are refused with their
-/// path, what was expected and what was there; see [`Self::deserialize_at`]. Must be equal on every rank.
+/// path, what was expected and what was there. Must be equal on every rank.
 ///
 /// ```
 /// use burn_cp::vision::VisionShardingConfig;
@@ -20,7 +17,9 @@ use serde::{
 /// assert_eq!(config.min_local_patch_rows, 96);
 /// assert_eq!(config.alpha(1152), 3456);
 /// ```
-#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+// The derived functions become functions of the type, which the traits below call.
+#[serde(remote = "Self", default, deny_unknown_fields)]
 #[non_exhaustive]
 pub struct VisionShardingConfig {
     /// Whether the tower is split at all; otherwise every rank computes every frame. Default: true.
@@ -35,7 +34,7 @@ pub struct VisionShardingConfig {
     pub min_local_patch_rows: usize,
     /// `alpha` in the cost `p·(p + alpha)` of a frame of `p` patches: the work per patch that does not grow with the frame,
     /// relative to that of attending to one other patch. Default (`None`, in files `"auto"`): three times the tower's width.
-    #[serde(serialize_with = "alpha_or_auto")]
+    #[serde(serialize_with = "alpha_or_auto", deserialize_with = "auto_or_alpha")]
     pub cost_alpha: Option<u64>,
 }
 
@@ -106,36 +105,9 @@ impl VisionShardingConfig {
         self.cost_alpha
             .unwrap_or_else(|| (hidden_size as u64).saturating_mul(3))
     }
-
-    /// Reads a configuration that stands at `path` within a larger one, so that errors name whole paths; `""` at the top.
-    ///
-    /// Needs a format that tells what it holds (JSON, TOML and the like).
-    ///
-    /// # Errors
-    /// An unknown or repeated field, or a value that is not what its field takes: `path.field: expected .., got ..`.
-    pub fn deserialize_at<'de, D: Deserializer<'de>>(
-        path: &str,
-        deserializer: D,
-    ) -> Result<Self, D::Error> {
-        deserializer.deserialize_struct("VisionShardingConfig", &FIELDS, Fields { path })
-    }
-}
-
-impl<'de> Deserialize<'de> for VisionShardingConfig {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        Self::deserialize_at("", deserializer)
-    }
 }
 
 const AUTO: &str = "auto";
-
-const FIELDS: [&str; 5] = [
-    "enabled",
-    "min_tokens",
-    "min_frames",
-    "min_local_patch_rows",
-    "cost_alpha",
-];
 
 // Serde hands the field over by reference.
 #[allow(clippy::ref_option)]
@@ -146,161 +118,38 @@ fn alpha_or_auto<S: Serializer>(alpha: &Option<u64>, serializer: S) -> Result<S:
     }
 }
 
-/// Reads the fields of a configuration at `path`.
-struct Fields<'a> {
-    path: &'a str,
-}
-
-impl Fields<'_> {
-    fn wrong<E: Error>(&self, field: &str, expected: &str, got: impl fmt::Display) -> E {
-        let dot = if self.path.is_empty() { "" } else { "." };
-        E::custom(format_args!(
-            "{}{dot}{field}: expected {expected}, got {got}",
-            self.path
-        ))
+fn auto_or_alpha<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged, expecting = "expected \"auto\" or an integer of at least 0")]
+    enum Alpha {
+        Number(u64),
+        Name(String),
+        Nothing(()),
     }
-
-    fn set<E: Error>(
-        &self,
-        config: &mut VisionShardingConfig,
-        field: &str,
-        given: &Given,
-    ) -> Result<(), E> {
-        let number = || match given {
-            Given::Integer(value) => usize::try_from(*value).ok(),
-            _ => None,
-        };
-        let expected = match field {
-            "enabled" => "true or false",
-            "cost_alpha" => "\"auto\" or an integer of at least 0",
-            _ => "an integer of at least 0",
-        };
-        let wrong = || self.wrong(field, expected, given);
-        match (field, given) {
-            ("enabled", Given::Bool(enabled)) => config.enabled = *enabled,
-            ("min_tokens", _) => config.min_tokens = number().ok_or_else(wrong)?,
-            ("min_frames", _) => config.min_frames = number().ok_or_else(wrong)?,
-            ("min_local_patch_rows", _) => {
-                config.min_local_patch_rows = number().ok_or_else(wrong)?;
-            }
-            ("cost_alpha", Given::Nothing) => config.cost_alpha = None,
-            ("cost_alpha", Given::Text(text)) if text == AUTO => config.cost_alpha = None,
-            ("cost_alpha", Given::Integer(value)) => {
-                config.cost_alpha = Some(u64::try_from(*value).map_err(|_| wrong())?);
-            }
-            _ => return Err(wrong()),
-        }
-        Ok(())
+    match Alpha::deserialize(deserializer)? {
+        Alpha::Number(alpha) => Ok(Some(alpha)),
+        Alpha::Name(name) if name.trim().eq_ignore_ascii_case(AUTO) => Ok(None),
+        Alpha::Nothing(()) => Ok(None),
+        Alpha::Name(name) => Err(D::Error::custom(format_args!(
+            "expected \"auto\" or an integer of at least 0, got {name:?}"
+        ))),
     }
 }
 
-impl<'de> Visitor<'de> for Fields<'_> {
-    type Value = VisionShardingConfig;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let colon = if self.path.is_empty() { "" } else { ": " };
-        let fields = FIELDS.join(", ");
-        write!(f, "{}{colon}a table with the fields {fields}", self.path)
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
-        let mut config = VisionShardingConfig::default();
-        let mut seen: Vec<String> = Vec::new();
-        while let Some(field) = map.next_key::<String>()? {
-            if !FIELDS.contains(&field.as_str()) {
-                let known = format!("one of {}", FIELDS.join(", "));
-                return Err(self.wrong(&field, &known, "an unknown field"));
-            }
-            if seen.contains(&field) {
-                return Err(self.wrong(&field, "one value", "a second one"));
-            }
-            let given = map.next_value::<Given>()?;
-            self.set(&mut config, &field, &given)?;
-            seen.push(field);
-        }
-        Ok(config)
+impl Serialize for VisionShardingConfig {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        Self::serialize(self, serializer)
     }
 }
 
-/// A value as the file has it, kept so that an error can show it.
-enum Given {
-    Nothing,
-    Bool(bool),
-    Integer(i128),
-    Float(f64),
-    Text(String),
-    List,
-    Table,
-}
-
-impl fmt::Display for Given {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Nothing => f.write_str("nothing"),
-            Self::Bool(value) => write!(f, "the bool {value}"),
-            Self::Integer(value) => write!(f, "{value}"),
-            Self::Float(value) => write!(f, "the float {value:?}"),
-            Self::Text(text) => write!(f, "the text {text:?}"),
-            Self::List => f.write_str("a list"),
-            Self::Table => f.write_str("a table"),
-        }
+impl<'de> ReadFields<'de> for VisionShardingConfig {
+    fn read_fields<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        Self::deserialize(deserializer)
     }
 }
 
-impl<'de> Deserialize<'de> for Given {
+impl<'de> Deserialize<'de> for VisionShardingConfig {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(Anything)
-    }
-}
-
-struct Anything;
-
-impl<'de> Visitor<'de> for Anything {
-    type Value = Given;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a value")
-    }
-
-    fn visit_unit<E: Error>(self) -> Result<Given, E> {
-        Ok(Given::Nothing)
-    }
-
-    fn visit_none<E: Error>(self) -> Result<Given, E> {
-        Ok(Given::Nothing)
-    }
-
-    fn visit_some<D: Deserializer<'de>>(self, deserializer: D) -> Result<Given, D::Error> {
-        deserializer.deserialize_any(self)
-    }
-
-    fn visit_bool<E: Error>(self, value: bool) -> Result<Given, E> {
-        Ok(Given::Bool(value))
-    }
-
-    fn visit_i64<E: Error>(self, value: i64) -> Result<Given, E> {
-        Ok(Given::Integer(value.into()))
-    }
-
-    fn visit_u64<E: Error>(self, value: u64) -> Result<Given, E> {
-        Ok(Given::Integer(value.into()))
-    }
-
-    fn visit_f64<E: Error>(self, value: f64) -> Result<Given, E> {
-        Ok(Given::Float(value))
-    }
-
-    fn visit_str<E: Error>(self, text: &str) -> Result<Given, E> {
-        Ok(Given::Text(text.to_owned()))
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Given, A::Error> {
-        while list.next_element::<IgnoredAny>()?.is_some() {}
-        Ok(Given::List)
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Given, A::Error> {
-        while map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {}
-        Ok(Given::Table)
+        read_with_path(deserializer)
     }
 }

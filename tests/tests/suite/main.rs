@@ -8,6 +8,8 @@ mod bad_input;
 mod bad_media;
 mod bitwise;
 mod broadcast;
+mod burn_modules;
+mod capabilities;
 mod collectives;
 mod documents;
 mod exactness;

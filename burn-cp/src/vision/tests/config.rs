@@ -23,6 +23,7 @@ fn alpha_is_auto_absent_null_or_a_number() {
         ("{}", None),
         (r#"{ "cost_alpha": null }"#, None),
         (r#"{ "cost_alpha": "auto" }"#, None),
+        (r#"{ "cost_alpha": " AUTO" }"#, None),
         (r#"{ "cost_alpha": 0 }"#, Some(0)),
         (r#"{ "cost_alpha": 3456 }"#, Some(3456)),
     ] {
@@ -50,53 +51,48 @@ fn what_is_written_reads_back() {
 
 #[test]
 fn wrong_fields_are_named_with_their_path_alone_and_nested() {
-    let number = "an integer of at least 0";
-    let alpha = r#""auto" or an integer of at least 0"#;
-    let known = "one of enabled, min_tokens, min_frames, min_local_patch_rows, cost_alpha";
+    let alpha = r#"expected "auto" or an integer of at least 0"#;
+    let known = "unknown field `min_frame`, expected one of `enabled`, `min_tokens`";
     let mut table = vec![
-        ("enabled", "1", "true or false", "1"),
-        ("enabled", r#""yes""#, "true or false", r#"the text "yes""#),
-        ("enabled", "null", "true or false", "nothing"),
-        ("enabled", "[true]", "true or false", "a list"),
-        ("cost_alpha", "-1", alpha, "-1"),
-        ("cost_alpha", "true", alpha, "the bool true"),
-        ("cost_alpha", "1.5", alpha, "the float 1.5"),
-        ("cost_alpha", r#""AUTO""#, alpha, r#"the text "AUTO""#),
-        ("cost_alpha", r#"{"a": 1}"#, alpha, "a table"),
-        ("min_frame", "1", known, "an unknown field"),
+        ("enabled", "1", "integer `1`, expected a boolean"),
+        ("enabled", r#""yes""#, r#"string "yes", expected a boolean"#),
+        ("enabled", "null", "null, expected a boolean"),
+        ("enabled", "[true]", "sequence, expected a boolean"),
+        ("cost_alpha", "-1", alpha),
+        ("cost_alpha", "true", alpha),
+        ("cost_alpha", "1.5", alpha),
+        ("cost_alpha", r#""none""#, alpha),
+        ("cost_alpha", r#"{"a": 1}"#, alpha),
+        ("min_frame", "1", known),
     ];
     for field in ["min_tokens", "min_frames", "min_local_patch_rows"] {
         table.extend([
-            (field, "-1", number, "-1"),
-            (field, "true", number, "the bool true"),
-            (field, "96.0", number, "the float 96.0"),
-            (field, r#""96""#, number, r#"the text "96""#),
-            (field, "null", number, "nothing"),
-            (field, "1e30", number, "the float 1e30"),
+            (field, "-1", "integer `-1`, expected usize"),
+            (field, "true", "boolean `true`, expected usize"),
+            (field, "96.0", "floating point `96.0`, expected usize"),
+            (field, r#""96""#, r#"string "96", expected usize"#),
+            (field, "null", "null, expected usize"),
         ]);
     }
-    for (field, value, expected, got) in table {
+    for (field, value, expected) in table {
         let text = format!(r#"{{ "{field}": {value} }}"#);
         let error = read(&text).unwrap_err().to_string();
-        let message = format!("{field}: expected {expected}, got {got} at line 1");
-        assert!(error.starts_with(&message), "{error:?}, not {message:?}");
+        assert!(error.starts_with(&format!("{field}: ")), "{error}");
+        assert!(error.contains(expected), "{error:?} lacks {expected:?}");
 
         let text = format!(r#"{{ "vision": {text} }}"#);
         let error = serde_json::from_str::<ContextParallelConfig>(&text).unwrap_err();
-        let (error, message) = (error.to_string(), format!("vision.{message}"));
-        assert!(error.starts_with(&message), "{error:?}, not {message:?}");
+        let error = error.to_string();
+        assert!(error.starts_with(&format!("vision.{field}: ")), "{error}");
+        assert!(error.contains(expected), "{error:?} lacks {expected:?}");
     }
     let twice = read(r#"{ "enabled": true, "enabled": false }"#).unwrap_err();
-    assert!(
-        twice
-            .to_string()
-            .starts_with("enabled: expected one value, got a second one")
-    );
+    assert!(twice.to_string().contains("duplicate field `enabled`"));
     let error = serde_json::from_str::<ContextParallelConfig>(r#"{ "vision": true }"#).unwrap_err();
     assert!(
-        error
-            .to_string()
-            .contains("expected vision: a table with the fields"),
+        error.to_string().starts_with(
+            "vision: invalid type: boolean `true`, expected struct VisionShardingConfig"
+        ),
         "{error}"
     );
 }

@@ -21,7 +21,7 @@ use burn::{
 use burn_cp::{
     attention::ContextParallelBackend,
     nn::SequenceModel,
-    sharder::{CpStep, StepError},
+    sharder::{CpStep, ModelCapabilities, StepError},
 };
 
 pub use config::{
@@ -138,6 +138,12 @@ impl<B: ContextParallelBackend> SequenceModel<B> for Qwen3Vl<B> {
                 hidden.matmul(embedding.transpose().unsqueeze())
             }
         })
+    }
+
+    fn capabilities(&self) -> ModelCapabilities {
+        ModelCapabilities::text()
+            .with_media()
+            .with_vision_sharding()
     }
 }
 
