@@ -24,6 +24,10 @@ pub enum Form {
     DenseBools,
     /// Floats `[batch, 1, seq, seq]`, added to scores.
     DenseAdditive,
+    /// Bool `[batch, 1, seq, seq]`, in which padding sees itself.
+    DensePadding,
+    /// Token ids, of which one stands for padding.
+    TokenIds,
     /// Lengths, with absent entries.
     SeqLens,
     /// Real and padded lengths, with absent entries.
@@ -36,13 +40,15 @@ pub enum Form {
 
 impl Form {
     /// All forms.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 12] = [
         Self::Table,
         Self::Ids,
         Self::Mask,
         Self::MaskValues,
         Self::DenseBools,
         Self::DenseAdditive,
+        Self::DensePadding,
+        Self::TokenIds,
         Self::SeqLens,
         Self::PaddedSeqLens,
         Self::CuSeqlens,
@@ -68,6 +74,14 @@ impl Form {
             }
             Self::MaskValues => Self::Mask.expresses(documents) || Self::Ids.expresses(documents),
             Self::DenseBools | Self::DenseAdditive => documents.seq_len() <= 64,
+            // A document of one token is padding then.
+            Self::DensePadding => {
+                Self::DenseBools.expresses(documents)
+                    && all(|row| row.iter().all(|document| document.len() != 1))
+            }
+            Self::TokenIds => {
+                Self::Mask.expresses(documents) && Self::PaddedSeqLens.expresses(documents)
+            }
             Self::SeqLens | Self::CuSeqlens => {
                 Self::PaddedSeqLens.expresses(documents)
                     && all(|row| row.iter().all(|one| one.len() == one.extent.len()))
@@ -121,6 +135,15 @@ impl Form {
                 let mask = TensorData::new(mask, [size[0], 1, size[1], size[1]]);
                 batch.with_dense_mask(&mask, SelfOnly::Document)
             }
+            Self::DensePadding => {
+                let mut masks = visible(documents, MaskKind::CAUSAL);
+                for mask in &mut masks {
+                    (0..size[1]).for_each(|token| mask[token * (size[1] + 1)] = true);
+                }
+                let mask = TensorData::new(masks.concat(), [size[0], 1, size[1], size[1]]);
+                batch.with_dense_mask(&mask, SelfOnly::Padding)
+            }
+            Self::TokenIds => Ok(batch.with_documents(from_token_ids(documents))),
             Self::DenseAdditive => {
                 let mask = visible(documents, MaskKind::CAUSAL).concat();
                 let mask: Vec<f32> = mask
@@ -157,6 +180,15 @@ impl Form {
         };
         told.unwrap_or_else(|error| panic!("{self:?} of {documents:?}: {error}"))
     }
+}
+
+fn from_token_ids(documents: &Documents) -> Documents {
+    let tokens: Vec<i64> = real(documents).into_iter().map(i64::from).collect();
+    let rows: Vec<Vec<i64>> = tokens
+        .chunks(documents.seq_len())
+        .map(<[i64]>::to_vec)
+        .collect();
+    Documents::from_token_ids(&rows, 0).expect("padding at the end")
 }
 
 fn real(documents: &Documents) -> Vec<bool> {

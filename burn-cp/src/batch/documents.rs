@@ -6,7 +6,8 @@ use super::{BatchError, HostInts, SequenceBatch};
 use crate::layout::{DenseMask, Documents, SelfOnly};
 
 impl<B: Backend> SequenceBatch<B> {
-    /// Documents, and with them the padding mask, from an attention mask.
+    /// Documents, and with them the padding mask, from an attention mask over the batch's own rows. (A batch with a placement
+    /// takes the documents of its placed rows, by [`with_documents`](Self::with_documents).)
     ///
     /// - `[batch, seq]`, bool: true is a real token; one document per row, which padding inside does not split.
     /// - `[batch, seq]`, integers of 0 and 1: the same. With a value above 1: ids of documents, of which every run is one.
@@ -63,7 +64,7 @@ impl<B: Backend> SequenceBatch<B> {
         Ok(self.with_documents(read.documents))
     }
 
-    /// Documents from an id per token, `[batch, seq]`, integers: every run of equal ids is a document, 0 is padding.
+    /// Documents of the batch's own rows from an id per token, `[batch, seq]`, integers: every run of equal ids is a document, 0 is padding.
     ///
     /// # Errors
     /// Another shape or dtype, negative ids.
@@ -72,7 +73,7 @@ impl<B: Backend> SequenceBatch<B> {
         Ok(self.with_documents(documents))
     }
 
-    /// Documents that follow each other, from tables `[batch, most documents]` of real and (if given) padded lengths, in which
+    /// Documents of the batch's own rows that follow each other, from tables `[batch, most documents]` of real and (if given) padded lengths, in which
     /// [`Documents::ABSENT_LENGTH`] fills up rows with fewer documents.
     ///
     /// # Errors

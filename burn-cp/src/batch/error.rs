@@ -68,9 +68,9 @@ pub enum BatchError {
         /// Rows and slots after placement.
         placed: [usize; 2],
     },
-    /// A placement drops a token that counts.
+    /// A placement drops a token that counts, or moves it out of every document.
     #[error(
-        "placement: expected a slot for token {token} of row {row}, which has {what}, got none"
+        "placement: expected a slot within a document for token {token} of row {row}, which has {what}, got none"
     )]
     Dropped {
         /// What would be lost.

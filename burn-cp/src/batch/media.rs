@@ -19,9 +19,12 @@ pub struct Media<B: Backend> {
     pub placeholders: TensorData,
 }
 
-/// Σ t·h·w: pixel rows of the grids.
+/// Σ t·h·w: pixel rows of the grids; the largest number there is where they are more than that.
 pub fn num_patch_rows(grids: &[[usize; 3]]) -> usize {
-    grids.iter().map(|[t, h, w]| t * h * w).sum()
+    let rows = grids
+        .iter()
+        .map(|[t, h, w]| t.saturating_mul(*h).saturating_mul(*w));
+    rows.fold(0, usize::saturating_add)
 }
 
 /// Σ t: frames, the units that a vision tower attends within.

@@ -22,7 +22,8 @@ pub trait CollectiveBackend: Backend {
         run_on_threads(payload, op, group, call)
     }
 
-    /// Identity of an autodiff leaf within the process; `None` on backends without autodiff, and for untracked tensors.
+    /// Identity of a tracked tensor's node in the graph of autodiff, within the process; `None` on backends without autodiff, and
+    /// for untracked tensors.
     ///
     /// Two ranks whose parameters have the same identity would wait for each other's backward pass.
     fn leaf_id(_tensor: &FloatTensor<Self>) -> Option<u64> {

@@ -153,6 +153,15 @@ impl<B: Backend> Payload<B> {
         }
     }
 
+    /// The same values on a device.
+    pub(crate) fn moved_to(self, device: &B::Device) -> Self {
+        match self {
+            Self::Float(tensor) => Self::Float(B::float_to_device(tensor, device)),
+            Self::Int(tensor) => Self::Int(B::int_to_device(tensor, device)),
+            Self::Bool(tensor) => Self::Bool(B::bool_to_device(tensor, device)),
+        }
+    }
+
     /// The same values without the graph that they came from.
     pub(crate) fn detached(self) -> Self {
         match self {

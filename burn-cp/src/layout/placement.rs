@@ -48,15 +48,15 @@ impl Placement {
             super::sources::check_row_len("placement", row, seq_len, targets.len())?;
             let mut taken = HashSet::with_capacity(seq_len);
             for (token, &target) in targets.iter().enumerate() {
-                if let Some(slot) = target {
-                    if slot >= placed_len || !taken.insert(slot) {
-                        return Err(LayoutError::Slot {
-                            row,
-                            token,
-                            expected: placed_len,
-                            got: slot,
-                        });
-                    }
+                if let Some(slot) = target
+                    && (slot >= placed_len || !taken.insert(slot))
+                {
+                    return Err(LayoutError::Slot {
+                        row,
+                        token,
+                        expected: placed_len,
+                        got: slot,
+                    });
                 }
                 flat.push(target.map(|slot| row * placed_len + slot));
             }

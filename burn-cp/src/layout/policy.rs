@@ -12,7 +12,8 @@ use super::{Documents, LayoutError, TokenLayout, dual_chunk};
 /// How token ranges are dealt out to ranks.
 ///
 /// In configuration files: `"identity"`, `{ contiguous = { multiple = 1 } }`, `"head-tail"`,
-/// `"dual-chunk-swap"`, `{ custom = [[{ start, end }, ..], ..] }`.
+/// `"dual-chunk-swap"`, `{ custom = [[{ start, end }, ..], ..] }`. (The
+/// configuration of a run reads further names.)
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 #[non_exhaustive]

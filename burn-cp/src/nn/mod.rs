@@ -35,7 +35,7 @@ pub trait SequenceModel<B: ContextParallelBackend> {
     /// What it can be given besides the tokens of one document per row. What it does not declare is refused by
     /// [`SequenceSharded`] on every rank, before anything moves. Must be the same on every rank.
     ///
-    /// By default [`ModelCapabilities::text`]: packed documents, as the contract above implies, and no media.
+    /// Nothing checks a model that is run without `SequenceSharded`. By default [`ModelCapabilities::text`]: packed documents, as the contract above implies, and no media.
     fn capabilities(&self) -> ModelCapabilities {
         ModelCapabilities::text()
     }

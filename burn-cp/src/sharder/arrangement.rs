@@ -153,20 +153,34 @@ impl Arrangement {
         select_tokens(payload, dim, &local, local_size, fill)
     }
 
-    /// Padded rows along `dim` back to the batch's tokens; `fill` stands in dropped ones. With a placement the padded rows run
-    /// along `dim - 1`. Differentiable on autodiff backends.
+    /// What every rank has of the rows along `dim`, one rank behind the other, back in the batch's tokens; `fill` stands in
+    /// dropped ones. With a placement the rows run along `dim - 1`. Differentiable on autodiff backends.
     pub(super) fn restore<B: Backend>(
         &self,
-        padded: &Payload<B>,
+        gathered: Payload<B>,
         dim: usize,
+        layout: &TokenLayout,
         fill: f64,
     ) -> Payload<B> {
-        match &self.placed {
-            Some(Placed { placement, .. }) => {
-                select_tokens(padded, dim, placement.targets(), self.input_size, fill)
-            }
-            None => padded.rows(dim, &(0..self.input_size[1])),
-        }
+        let mut order = layout.inverse();
+        let Some(Placed { placement, .. }) = &self.placed else {
+            order.truncate(self.input_size[1]);
+            return in_order(gathered, dim, &order);
+        };
+        let padded_len = self.padded_size[1];
+        let place = |slot: usize| slot / padded_len * padded_len + order[slot % padded_len];
+        let targets = placement.targets().iter();
+        let tokens: Vec<Option<usize>> = targets.map(|target| target.map(place)).collect();
+        select_tokens(&gathered, dim, &tokens, self.input_size, fill)
+    }
+}
+
+/// The rows `order` of `dim`, without a copy where they stand in order already.
+pub(super) fn in_order<B: Backend>(payload: Payload<B>, dim: usize, order: &[usize]) -> Payload<B> {
+    if order.iter().enumerate().all(|(i, &row)| i == row) {
+        payload.rows(dim, &(0..order.len()))
+    } else {
+        payload.select(dim, order)
     }
 }
 
@@ -193,16 +207,4 @@ fn select_tokens<B: Backend>(
         .collect();
     shape.splice(dim - 1..dim, size);
     flat.select(dim - 1, &indices).reshape(&shape)
-}
-
-/// For every run of tokens that one rank owns, ascending by token, where it stands in the rank-major concatenation of all
-/// shards of a row.
-pub(super) fn runs_in_order(layout: &TokenLayout) -> Vec<std::ops::Range<usize>> {
-    layout
-        .owned_ranges(0..layout.seq_len())
-        .map(|owned| {
-            let offset = layout.offset(owned.rank);
-            offset + owned.local.start..offset + owned.local.end
-        })
-        .collect()
 }

@@ -42,7 +42,7 @@ impl ContextParallel {
     /// there, tensors by collectives; they arrive on `device`. Gradients do not flow back to the batch of `root`.
     ///
     /// # Errors
-    /// A `root` outside the group; a batch missing at `root`, or given elsewhere: the same error on every rank. Ranks that cannot
+    /// A `root` outside the group, or not the same on every rank; a batch missing at `root`, or given elsewhere: the same error on every rank. Ranks that cannot
     /// talk to each other.
     ///
     /// # Panics
@@ -54,20 +54,22 @@ impl ContextParallel {
         device: &B::Device,
     ) -> Result<SequenceBatch<B>, StepError> {
         let group = self.group();
-        if root >= group.size() {
-            return Err(StepError::Invalid {
-                what: "root of broadcast_batch".into(),
-                expected: format!("a rank below {}", group.size()),
-                got: root.to_string(),
-            });
-        }
         let tensors = batch.as_ref().map(tensors_of).unwrap_or_default();
         let parcel = batch.map(|batch| Arc::new(Parcel::new(batch, &tensors)));
-        let parcels = group.host_all_gather("broadcast_batch", parcel)?;
-        let holders: Vec<usize> = (0..parcels.len())
-            .filter(|&rank| parcels[rank].is_some())
+        // Everything that could be wrong is compared by all ranks alike.
+        let messages = group.host_all_gather("broadcast_batch", (root, parcel))?;
+        let roots: Vec<usize> = messages.iter().map(|(root, _)| *root).collect();
+        if root >= group.size() || roots.iter().any(|other| *other != root) {
+            return Err(StepError::Invalid {
+                what: "root of broadcast_batch".into(),
+                expected: format!("one rank below {} on all ranks", group.size()),
+                got: format!("{roots:?}"),
+            });
+        }
+        let holders: Vec<usize> = (0..messages.len())
+            .filter(|&rank| messages[rank].1.is_some())
             .collect();
-        let (Some(parcel), [_]) = (&parcels[root], &holders[..]) else {
+        let (Some(parcel), [_]) = (&messages[root].1, &holders[..]) else {
             return Err(StepError::Invalid {
                 what: "ranks that give broadcast_batch a batch".into(),
                 expected: format!("{:?}", [root]),
@@ -76,10 +78,14 @@ impl ContextParallel {
         };
         let received: Vec<Payload<B>> = (parcel.tensors.iter().enumerate())
             .map(|(i, form)| {
-                let own = tensors.get(i).cloned();
-                let payload = own
-                    .unwrap_or_else(|| zeros_payload(form.shape.clone(), form.dtype, device))
-                    .detached();
+                let payload = match tensors.get(i) {
+                    Some(own) => own.clone().detached().moved_to(device),
+                    None => zeros_payload(form.shape.clone(), form.dtype, device),
+                };
+                // Devices refuse to move nothing.
+                if form.shape.num_elements() == 0 {
+                    return payload;
+                }
                 let call = Call::forward(group, "broadcast_batch");
                 B::collective(payload, &Collective::Broadcast { root }, group, call)
             })
@@ -89,7 +95,7 @@ impl ContextParallel {
 }
 
 /// The tensors of a batch, in the order in which they travel.
-fn tensors_of<B: Backend>(batch: &SequenceBatch<B>) -> Vec<Payload<B>> {
+pub(super) fn tensors_of<B: Backend>(batch: &SequenceBatch<B>) -> Vec<Payload<B>> {
     fn float<B: Backend, const D: usize>(tensor: &Tensor<B, D>) -> Payload<B> {
         Payload::Float(tensor.clone().into_primitive().tensor())
     }

@@ -49,7 +49,10 @@ impl ModelCapabilities {
         }
     }
 
-    /// The same for a model whose layers mix the documents of a row, such as recurrences and convolutions over it.
+    /// The same for a model whose layers take a row for one document, such as recurrences and convolutions over it.
+    ///
+    /// Layers through which tokens meet outside of attention need the tokens of other ranks; exchanging those is the model's
+    /// own work, and nothing here checks that it does.
     #[must_use]
     pub const fn without_packed_documents(mut self) -> Self {
         self.packed_documents = false;

@@ -37,13 +37,19 @@ pub(super) fn check<B: Backend>(
     let labels = check_labels(batch, size)?;
     let media = check_media(batch, size)?;
     let deepstack = check_deepstack(batch, size)?;
-    if let Some(labels) = &labels {
-        let ignored = |token: usize| labels.values[token] == IGNORED_LABEL;
-        check_dropped(batch, "a label", ignored)?;
-    }
-    for rows in [&media, &deepstack].into_iter().flatten() {
-        check_dropped(batch, "a feature", |token| rows.rows()[token].is_none())?;
-    }
+    check_placed(batch, &documents, |token| {
+        let has_feature = [&media, &deepstack]
+            .into_iter()
+            .flatten()
+            .any(|rows| rows.rows()[token].is_some());
+        let has_label = || {
+            let label = labels.as_ref().map(|labels| labels.values[token]);
+            label.is_some_and(|label| label != IGNORED_LABEL)
+        };
+        has_feature
+            .then_some("a feature")
+            .or_else(|| has_label().then_some("a label"))
+    })?;
     Ok(CheckedBatch {
         size,
         ids,
@@ -109,23 +115,34 @@ fn negated(mask: &[Vec<bool>]) -> Vec<Vec<bool>> {
         .collect()
 }
 
-/// A placement may drop padding, and nothing that counts.
-fn check_dropped<B: Backend>(
+/// A placement may drop padding, or move it out of documents, and nothing that counts. `what` says what a token has.
+fn check_placed<B: Backend>(
     batch: &SequenceBatch<B>,
-    what: &'static str,
-    may_be_dropped: impl Fn(usize) -> bool,
+    documents: &Documents,
+    what: impl Fn(usize) -> Option<&'static str>,
 ) -> Result<(), BatchError> {
     let Some(placement) = &batch.placement else {
         return Ok(());
     };
-    let seq_len = placement.input_size()[1];
-    let targets = placement.targets().iter().enumerate();
-    for (token, _) in targets.filter(|(_, target)| target.is_none()) {
-        if !may_be_dropped(token) {
+    let size = placement.input_size();
+    let padding = batch.padding_mask.as_ref();
+    let padding = padding.map(|mask| host_bools("padding mask", mask, size));
+    let padding = padding.transpose()?;
+    let outside: Vec<bool> = (0..documents.batch_size())
+        .flat_map(|row| documents.padding_mask(row))
+        .collect();
+    for (token, target) in placement.targets().iter().enumerate() {
+        let declared_real = || padding.as_ref().is_some_and(|padding| !padding[token]);
+        let lost = match *target {
+            Some(slot) if !outside[slot] => None,
+            Some(_) => what(token),
+            None => what(token).or_else(|| declared_real().then_some("no mark of padding")),
+        };
+        if let Some(what) = lost {
             return Err(BatchError::Dropped {
                 what,
-                row: token / seq_len,
-                token: token % seq_len,
+                row: token / size[1],
+                token: token % size[1],
             });
         }
     }

@@ -8,6 +8,7 @@ use sha2::{Digest, Sha256};
 use super::{
     ContextParallelConfig, CpStep, StepError,
     arrangement::Arrangement,
+    broadcast::tensors_of,
     check::{CheckedBatch, check},
     cut::Cut,
     step::StepMedia,
@@ -90,7 +91,7 @@ impl ContextParallel {
     /// Checks a batch, plans it, and cuts out this rank's part. Every rank of the group must call it with the same batch.
     ///
     /// No tensor travels; one host message confirms that all ranks have the same ids, labels, positions, documents, media
-    /// grids and placeholders, and the same plan. The values of float tensors are not compared. The step's differentiable
+    /// grids and placeholders, tensors of the same shapes and dtypes, and the same plan. The values of tensors are not compared. The step's differentiable
     /// collectives are chained in an order of its own; see [`Self::shard_in_order`] for several steps with one backward pass.
     ///
     /// # Errors
@@ -135,7 +136,7 @@ impl ContextParallel {
             (documents, layout, arrangement),
             local,
             media,
-        )?;
+        );
         // The causal plan is what nearly every model asks for first, so nothing is planned for the check alone.
         let plan = step.prepared(MaskKind::CAUSAL)?.plan().hash();
         let mut both = Sha256::new();
@@ -169,6 +170,12 @@ fn digest<B: Backend>(batch: &SequenceBatch<B>, checked: &CheckedBatch) -> [u8; 
         for target in placement.targets() {
             hash.update(target.map_or(u64::MAX, |slot| slot as u64).to_le_bytes());
         }
+    }
+    for tensor in tensors_of(batch) {
+        hash.update(format!("{:?} {:?}", tensor.shape(), tensor.dtype()));
+    }
+    for name in batch.streams.keys() {
+        hash.update(format!("stream {name:?}"));
     }
     for media in &batch.media {
         hash.update(format!(

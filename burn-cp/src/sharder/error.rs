@@ -39,7 +39,7 @@ pub enum StepError {
     /// The step holds what the model does not declare to support.
     #[error(transparent)]
     Unsupported(#[from] CapabilityError),
-    /// Several of a model's configuration values do not fit.
+    /// A value does not fit what it is used with.
     #[error("{what}: expected {expected}, got {got}")]
     Invalid {
         /// What is wrong.

@@ -72,6 +72,7 @@ struct Inner<B: Backend> {
 /// One rank's part of one batch. Immutable, cheap to clone, and passed to the model explicitly: nothing about a step is global.
 ///
 /// Local tensors hold this rank's tokens in its own order, `local_tokens` of every row; see [`Self::layout`] for which those are.
+/// Their first dim, `batch`, runs over the rows that are dealt out: the placed ones where the batch has a placement.
 #[derive(Debug)]
 pub struct CpStep<B: Backend> {
     inner: Arc<Inner<B>>,
@@ -92,9 +93,9 @@ impl<B: ContextParallelBackend> CpStep<B> {
         (documents, layout, arrangement): (Arc<Documents>, Arc<TokenLayout>, Arrangement),
         local: LocalStreams<B>,
         media: Vec<StepMedia<B>>,
-    ) -> Result<Self, StepError> {
+    ) -> Self {
         let prepared = Mutex::default();
-        Ok(Self {
+        Self {
             inner: Arc::new(Inner {
                 config,
                 cp,
@@ -106,7 +107,7 @@ impl<B: ContextParallelBackend> CpStep<B> {
                 media,
                 prepared,
             }),
-        })
+        }
     }
 
     /// Rows of local tensors: those of the batch, or of its placement.
@@ -256,6 +257,27 @@ impl<B: ContextParallelBackend> CpStep<B> {
         &self,
         tower: &V,
     ) -> Result<Option<VisionFeatures<B>>, StepError> {
+        self.encode(tower, None)
+    }
+
+    /// [`encode_media`](Self::encode_media) over a wider group, all of whose ranks hold the same media: for a frozen tower. Every
+    /// rank of that group must call it.
+    ///
+    /// # Errors
+    /// As there; a trainable tower.
+    pub fn encode_media_over<V: VisionTower<B>>(
+        &self,
+        tower: &V,
+        group: &ProcessGroup,
+    ) -> Result<Option<VisionFeatures<B>>, StepError> {
+        self.encode(tower, Some(group))
+    }
+
+    fn encode<V: VisionTower<B>>(
+        &self,
+        tower: &V,
+        group: Option<&ProcessGroup>,
+    ) -> Result<Option<VisionFeatures<B>>, StepError> {
         let grids = self.media_grids();
         if grids.is_empty() {
             return Ok(None);
@@ -277,7 +299,12 @@ impl<B: ContextParallelBackend> CpStep<B> {
         } else {
             Tensor::cat(pixels, 0)
         };
-        Ok(Some(self.frame_sharded(tower).forward(pixels, &grids)?))
+        let sharded = self.frame_sharded(tower);
+        let sharded = match group {
+            Some(group) => sharded.over(group),
+            None => sharded,
+        };
+        Ok(Some(sharded.forward(pixels, &grids)?))
     }
 
     /// Which rank's tower encodes which frames of the batch's media. Pure host.

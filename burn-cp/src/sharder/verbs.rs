@@ -2,7 +2,7 @@
 
 use burn::tensor::Tensor;
 
-use super::{CpStep, arrangement::runs_in_order};
+use super::{CpStep, arrangement::in_order};
 use crate::{
     attention::ContextParallelBackend,
     batch::shard_payload,
@@ -60,8 +60,8 @@ impl<B: ContextParallelBackend> CpStep<B> {
     /// [`gather_tokens_for_replicated_loss`](Self::gather_tokens_for_replicated_loss).
     ///
     /// # Panics
-    /// The tensor does not have this rank's number of tokens or rows; tokens of the input where some are dropped, without a
-    /// `fill`.
+    /// Before anything travels: the tensor does not have this rank's number of tokens, or to a batch with a placement its number
+    /// of rows; tokens of the input where some are dropped, without a `fill`.
     pub fn gather_tokens<const D: usize, K: CollectiveElement<B>>(
         &self,
         tensor: Tensor<B, D, K>,
@@ -69,8 +69,9 @@ impl<B: ContextParallelBackend> CpStep<B> {
         to: Coordinates,
         fill: Option<f64>,
     ) -> Tensor<B, D, K> {
+        self.check_local(&tensor.shape(), dim, to, fill);
         let gathered = self.gathered(tensor, dim);
-        K::from_payload(self.in_order(&gathered, dim, to, fill))
+        K::from_payload(self.ordered(gathered, dim, to, fill))
     }
 
     /// [`gather_tokens`](Self::gather_tokens) for a loss that every rank computes from the whole tensor, and computes alike: the
@@ -88,16 +89,22 @@ impl<B: ContextParallelBackend> CpStep<B> {
         to: Coordinates,
         fill: Option<f64>,
     ) -> Tensor<B, D, K> {
+        self.check_local(&tensor.shape(), dim, to, fill);
         let (own, rank) = (K::into_payload(tensor), self.group().rank());
         let others = self.gathered(K::from_payload::<D>(own.clone().detached()), dim);
-        let (start, len) = (self.layout().offset(rank), self.local_len());
-        let parts = vec![
-            others.rows(dim, &(0..start)),
-            own,
-            others.rows(dim, &(start + len..self.layout().seq_len())),
-        ];
+        let start = self.layout().offset(rank);
+        let end = start + self.local_len();
+        let rest = end..self.layout().seq_len();
+        let mut parts = Vec::with_capacity(3);
+        if start > 0 {
+            parts.push(others.rows(dim, &(0..start)));
+        }
+        parts.push(own);
+        if !rest.is_empty() {
+            parts.push(others.rows(dim, &rest));
+        }
         let gathered = Payload::concat(parts, dim, &others);
-        K::from_payload(self.in_order(&gathered, dim, to, fill))
+        K::from_payload(self.ordered(gathered, dim, to, fill))
     }
 
     /// Every rank's tokens, one rank behind the other.
@@ -106,40 +113,46 @@ impl<B: ContextParallelBackend> CpStep<B> {
         tensor: Tensor<B, D, K>,
         dim: usize,
     ) -> Payload<B> {
-        let (layout, shape) = (self.layout(), tensor.shape());
-        assert!(
-            dim < D && shape[dim] == self.local_len(),
-            "gather_tokens: expected {} tokens in dim {dim}, got {shape:?}",
-            self.local_len()
-        );
+        let layout = self.layout();
         let sizes: Vec<usize> = (0..layout.world_size())
             .map(|rank| layout.local_len(rank))
             .collect();
         K::into_payload(all_gather_sized(tensor, dim, &sizes, self.group()))
     }
 
-    fn in_order(
+    /// Every rank's tokens, one rank behind the other, in the order of `to`.
+    fn ordered(
         &self,
-        gathered: &Payload<B>,
+        gathered: Payload<B>,
         dim: usize,
         to: Coordinates,
         fill: Option<f64>,
     ) -> Payload<B> {
-        let parts = runs_in_order(self.layout())
-            .iter()
-            .map(|run| gathered.rows(dim, run))
-            .collect();
-        let padded = Payload::concat(parts, dim, gathered);
-        if to == Coordinates::Padded {
-            return padded;
+        let layout = self.layout();
+        match to {
+            Coordinates::Padded => in_order(gathered, dim, &layout.inverse()),
+            Coordinates::Input => {
+                let fill = fill.unwrap_or_default();
+                self.arrangement().restore(gathered, dim, layout, fill)
+            }
         }
-        self.check_whole("gather_tokens", &padded.shape(), dim, Coordinates::Padded);
+    }
+
+    /// Panics unless a rank's tensor can be gathered to `to`; before anything travels.
+    fn check_local(&self, shape: &[usize], dim: usize, to: Coordinates, fill: Option<f64>) {
+        assert!(
+            shape.get(dim) == Some(&self.local_len()),
+            "gather_tokens: expected {} tokens in dim {dim}, got {shape:?}",
+            self.local_len()
+        );
+        if to == Coordinates::Padded {
+            return;
+        }
+        self.check_rows("gather_tokens", shape, dim, self.batch_size());
         assert!(
             fill.is_some() || !self.arrangement().drops_tokens(),
             "gather_tokens: the placement drops tokens of the batch, so a fill is needed"
         );
-        let fill = fill.unwrap_or_default();
-        self.arrangement().restore(&padded, dim, fill)
     }
 
     /// Panics unless `dim` holds as many tokens, and the dim ahead as many rows if they matter, as `coordinates` say.
@@ -153,9 +166,14 @@ impl<B: ContextParallelBackend> CpStep<B> {
             shape.get(dim) == Some(&num_tokens),
             "{what}: expected {num_tokens} tokens in dim {dim} ({coordinates:?} coordinates), got {shape:?}"
         );
+        self.check_rows(what, shape, dim, num_rows);
+    }
+
+    /// With a placement, rows must stand ahead of tokens.
+    fn check_rows(&self, what: &str, shape: &[usize], dim: usize, num_rows: usize) {
         let has_rows = dim > 0 && shape[dim - 1] == num_rows;
         assert!(
-            has_rows || !arrangement.has_placement(),
+            has_rows || !self.arrangement().has_placement(),
             "{what}: expected {num_rows} rows in the dim ahead of dim {dim}, since the batch has a placement, got {shape:?}"
         );
     }

@@ -88,8 +88,9 @@ impl<'a, V> FrameSharded<'a, V> {
     /// before anything is sent, where the tower or the pixels have gradients and the group is wider than those allow;
     /// [`CommError::Disagreement`] where the ranks of such a group were given different grids. [`VisionError::Tower`] where the
     /// tower of any rank returned an error, panicked, returned another number of rows than its tokens, or differs from the
-    /// others' in layers, widths, dtype or trainability: the same error on every rank, before any tensor has moved. Where frames
-    /// are not split, only the rank whose tower fails says so.
+    /// others' in layers, widths, dtype or trainability: the same error on every rank, before any tensor has moved. A
+    /// [`CommError`] that the tower returns stays one, and ends the other ranks. Where frames are not split, only the rank whose
+    /// tower fails says so.
     ///
     /// # Panics
     /// Where frames are not split, when the tower does. With a [`CommError`] when communication within the tower or the
@@ -187,13 +188,25 @@ impl<'a, V> FrameSharded<'a, V> {
     {
         // The tower is only read, and nothing of it is used once any rank has failed.
         match catch_unwind(AssertUnwindSafe(|| self.tower.forward(pixels, grids))) {
-            Ok(returned) => returned_features(returned),
+            Ok(returned) => returned_features(returned).inspect_err(|error| self.fail(error)),
             // Not the tower's own failure: its rank and operation are those of the failed collective.
-            Err(payload) if payload.is::<CommError>() => resume_unwind(payload),
+            Err(payload) if payload.is::<CommError>() => {
+                if let Some(error) = payload.downcast_ref() {
+                    self.fail(error);
+                }
+                resume_unwind(payload)
+            }
             Err(payload) => Ok(Err(TowerFault::Panicked {
                 message: panic_message(payload.as_ref()),
             })),
         }
+    }
+
+    /// Makes a failed collective of the tower known to the ranks that wait for this one, if nothing else has failed yet.
+    fn fail(&self, error: &CommError) {
+        let rank = self.group.global_ranks()[self.group.rank()];
+        let cause = FailureCause::Comm(error.clone());
+        self.group.fail(rank, OPERATION, cause);
     }
 
     /// Tells all ranks how each tower ended, so that either all go on to the all-gather or all return the same error.

@@ -45,10 +45,11 @@ impl Case {
         let batch = random.int(1..=3);
         let documents = random_documents(random, batch);
         let mut layout = random_layout(random, world_size, documents.seq_len());
-        let form = Form::random(random, &documents);
+        let mut form = Form::random(random, &documents);
         let placed = random.once_in(3).then(|| {
             let (placed, for_placed) = random_placement(random, &documents, world_size);
             layout = for_placed;
+            form = Form::Table;
             placed
         });
         let num_kv_heads = random.int(1..=2);

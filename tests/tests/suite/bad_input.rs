@@ -8,7 +8,7 @@ use burn::{
 };
 use burn_cp::{
     attention::AttentionOptions,
-    batch::{BatchError, SequenceBatch, Stream},
+    batch::{BatchError, PadRule, SequenceBatch, Stream, StreamDeclaration},
     comm::{self, CommError, FailureCause},
     launch::{self, LaunchError, ThreadsOptions},
     layout::{Documents, LayoutError, LayoutPolicy},
@@ -324,24 +324,51 @@ fn heads_that_do_not_divide_are_refused_before_any_collective() {
     ));
 }
 
+fn none_marked() -> TensorData {
+    TensorData::new(vec![false; 12], [2, 6])
+}
+
+fn no_rows(width: usize) -> Tensor<B, 2> {
+    Tensor::zeros([0, width], &Default::default())
+}
+
+fn weights() -> Stream<B> {
+    Stream::new(Tensor::<B, 2>::zeros([2, 6], &Default::default()))
+}
+
 /// Ranks that hold different batches are told so, though each batch is a good one.
 #[test]
 fn ranks_with_different_batches_disagree() {
-    for change in 0..3 {
+    for change in 0..6 {
         let start = Instant::now();
         let errors = with_deadline(&[("cp", 2)], DEADLINE, |groups| {
             let odd = groups.global_rank() == 1;
             let mut batch = ids();
+            if change == 3 {
+                batch = batch.with_deepstack(none_marked(), vec![no_rows(2)]);
+            }
             if odd {
                 batch = match change {
                     0 => SequenceBatch::from_ids(TensorData::ones::<i64, _>([2, 6])),
                     1 => batch.with_labels(zeros([2, 6])),
+                    2 => batch.with_deepstack(none_marked(), vec![no_rows(2)]),
+                    3 => batch.with_deepstack(none_marked(), vec![no_rows(2), no_rows(2)]),
+                    4 => batch.with_stream("weights", weights()),
                     _ => batch.with_documents(
                         Documents::from_lengths(&[vec![2, 4], vec![6]], 6).unwrap(),
                     ),
                 };
             }
-            let cp = sharder(&groups, ContextParallelConfig::default());
+            let declared = StreamDeclaration {
+                name: "weights".into(),
+                dim: 1,
+                pad: PadRule::Value(0.0),
+            };
+            let config = ContextParallelConfig {
+                streams: vec![declared],
+                ..Default::default()
+            };
+            let cp = sharder(&groups, config);
             cp.shard(batch, &Default::default())
                 .map(|_| ())
                 .unwrap_err()

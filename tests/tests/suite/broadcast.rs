@@ -144,8 +144,15 @@ fn a_batch_on_no_rank_or_on_the_wrong_one_is_the_same_error_everywhere() {
         let result = cp.broadcast_batch::<Flex>(None, 2, &Default::default());
         result.unwrap_err().to_string()
     });
-    assert!(
-        errors[0].contains("expected a rank below 2, got 2"),
-        "{errors:?}"
-    );
+    let expected = "expected one rank below 2 on all ranks, got [2, 2]";
+    assert!(errors[0].contains(expected), "{errors:?}");
+    let errors = on_groups(&[("cp", 2)], |groups| {
+        let cp = sharder(&groups, declared());
+        let root = cp.group().rank();
+        let own = (root == 0).then(|| batch::<Flex>(false, 1));
+        let result = cp.broadcast_batch(own, root, &Default::default());
+        result.unwrap_err().to_string()
+    });
+    assert!(errors[0].contains("got [0, 1]"), "{errors:?}");
+    assert_eq!(errors[0], errors[1]);
 }

@@ -13,7 +13,7 @@ use burn_cp::{
 };
 use burn_cp_tests::{Host, Random, backward, floats, ints, on_groups, sharder, to_bits};
 
-use crate::steps::config;
+use crate::{steps::config, verbs::panic_of};
 
 const CONTIGUOUS: LayoutPolicy = LayoutPolicy::Contiguous { multiple: 1 };
 
@@ -26,14 +26,9 @@ struct Row {
     axes: [[i64; 4]; 3],
 }
 
-/// Five tokens of which the last is padding, over two ranks, which adds three tokens.
-#[test]
-fn every_rank_holds_its_tokens_and_padding_is_marked_and_counted_on() {
-    let ids = || TensorData::new(vec![11_i64, 12, 13, 14, 15], [1, 5]);
-    let labels = || TensorData::new(vec![12_i64, 13, 14, 15, -100], [1, 5]);
-    let mask = || TensorData::new(vec![1_i64, 1, 1, 1, 0], [1, 5]);
-    let axes = [[0_i64, 1, 1, 1, 2], [0, 1, 1, 2, 2], [0, 1, 2, 1, 2]];
-    let table = [
+/// What the two ranks hold of five tokens, of which the last is padding.
+fn five_tokens_on_two_ranks() -> [(LayoutPolicy, [Row; 2]); 2] {
+    [
         (
             CONTIGUOUS,
             [
@@ -72,8 +67,17 @@ fn every_rank_holds_its_tokens_and_padding_is_marked_and_counted_on() {
                 },
             ],
         ),
-    ];
-    for (layout, rows) in table {
+    ]
+}
+
+/// Five tokens of which the last is padding, over two ranks, which adds three tokens.
+#[test]
+fn every_rank_holds_its_tokens_and_padding_is_marked_and_counted_on() {
+    let ids = || TensorData::new(vec![11_i64, 12, 13, 14, 15], [1, 5]);
+    let labels = || TensorData::new(vec![12_i64, 13, 14, 15, -100], [1, 5]);
+    let mask = || TensorData::new(vec![1_i64, 1, 1, 1, 0], [1, 5]);
+    let axes = [[0_i64, 1, 1, 1, 2], [0, 1, 1, 2, 2], [0, 1, 2, 1, 2]];
+    for (layout, rows) in five_tokens_on_two_ranks() {
         on_groups(&[("cp", 2)], |groups| {
             let cp = sharder(&groups, config(&layout));
             let batch = || {
@@ -91,8 +95,19 @@ fn every_rank_holds_its_tokens_and_padding_is_marked_and_counted_on() {
             assert_eq!(step.labels().unwrap(), row.labels);
             assert_eq!(ints(&step.positions()), row.positions);
             assert_eq!(ints(&step.padding_mask().int()), row.padding);
-            let axes = TensorData::new(axes.concat(), [3, 1, 5]);
-            let step = cp.shard(batch().with_positions(axes), &device).unwrap();
+            let axes = || TensorData::new(axes.concat(), [3, 1, 5]);
+            let step = cp.shard(batch().with_positions(axes()), &device).unwrap();
+            assert_eq!(ints(&step.positions()), row.axes.concat());
+            // The same tokens as two documents and padding, with positions given.
+            let documents = TensorData::new(vec![1_i64, 1, 2, 2, 0], [1, 5]);
+            let packed = || batch().with_document_ids(&documents).unwrap();
+            let arange = TensorData::new(vec![0_i64, 1, 2, 3, 4], [1, 5]);
+            let step = cp.shard(packed().with_positions(arange), &device).unwrap();
+            assert_eq!(ints(&step.ids().unwrap()), row.ids);
+            assert_eq!(step.labels().unwrap(), row.labels);
+            assert_eq!(ints(&step.positions()), row.positions);
+            assert_eq!(ints(&step.padding_mask().int()), row.padding);
+            let step = cp.shard(packed().with_positions(axes()), &device).unwrap();
             assert_eq!(ints(&step.positions()), row.axes.concat());
         });
     }
@@ -140,6 +155,15 @@ fn values_are_cut_filled_and_gathered_again() {
             let local = step.shard_tokens(values.clone(), 1, Coordinates::Input, Some(-1.0));
             let again = step.gather_tokens(local.clone(), 1, Coordinates::Input, None);
             assert_eq!(to_bits(&again), to_bits(&values));
+            let refused = |tensor, fill| {
+                panic_of(|| {
+                    drop(step.shard_tokens::<2, Float>(tensor, 1, Coordinates::Input, fill))
+                })
+            };
+            let message = refused(values, None);
+            assert!(message.contains("so a fill is needed"), "{message}");
+            let message = refused(Tensor::zeros([1, 6], &Default::default()), Some(-1.0));
+            assert!(message.contains("expected 5 tokens"), "{message}");
             floats(&local)
         });
         assert_eq!(ranks, want, "{layout:?}");
@@ -288,13 +312,11 @@ fn on_a_mesh_of_two_axes_every_group_shards_its_own_batch() {
     }
 }
 
-/// With q = 0 every visible key weighs the same, so that outputs and gradients of v are fractions that can be written down.
-#[test]
-fn uniform_attention_gives_the_fractions_that_it_should() {
-    type B = Autodiff<NdArray<f64>>;
+/// World size, documents, outputs, and gradients of v for a gradient of 1 of every output.
+fn fractions() -> [(usize, Documents, Vec<f64>, Vec<f64>); 2] {
     let case =
         |lengths: &[usize], seq: usize| Documents::from_lengths(&[lengths.to_vec()], seq).unwrap();
-    let table = [
+    [
         (
             4,
             case(&[2, 9, 3], 16),
@@ -339,8 +361,14 @@ fn uniform_attention_gives_the_fractions_that_it_should() {
                 0.0,
             ],
         ),
-    ];
-    for (world_size, documents, out, dv) in table {
+    ]
+}
+
+/// With q = 0 every visible key weighs the same, so that outputs and gradients of v are fractions that can be written down.
+#[test]
+fn uniform_attention_gives_the_fractions_that_it_should() {
+    type B = Autodiff<NdArray<f64>>;
+    for (world_size, documents, out, dv) in fractions() {
         let seq = documents.seq_len();
         for exchange in [ExchangeStrategy::AllGather, ExchangeStrategy::NeededOnly] {
             let ranks = on_groups(&[("cp", world_size)], |groups| {

@@ -296,6 +296,31 @@ fn embeddings_and_their_gradients_follow_the_placement() {
     assert_eq!(sum, [1.0, 2.0, 0.0, 5.0, 3.0, 0.0, 0.0, 6.0]);
 }
 
+#[test]
+fn repositioned_rows_are_cut_and_come_back() {
+    let targets = [
+        vec![Some(0), Some(1), None, Some(4)],
+        vec![Some(2), None, None, None],
+    ];
+    let placement = Placement::from_rows(&targets, 6).unwrap();
+    on_groups(&[("cp", 3)], |groups| {
+        let batch = SequenceBatch::<Flex>::from_ids(TensorData::zeros::<i64, _>([2, 4]))
+            .with_documents(Documents::full(2, 6).unwrap())
+            .with_placement(placement.clone());
+        let step = sharder(&groups, config(&LayoutPolicy::HeadTail))
+            .shard(batch, &Default::default())
+            .unwrap();
+        let values = [[7.0, 8.0, 9.0, 10.0], [5.0, 6.0, 7.0, 8.0]];
+        let values = Tensor::<Flex, 2>::from_data(values, &Default::default());
+        let local = step.shard_tokens(values, 1, Coordinates::Input, Some(0.0));
+        let padded = step.gather_tokens(local.clone(), 1, Coordinates::Padded, None);
+        let rows = [7, 8, 0, 0, 10, 0, 0, 0, 5, 0, 0, 0].map(f64::from);
+        assert_eq!(floats(&padded), rows);
+        let again = step.gather_tokens(local, 1, Coordinates::Input, Some(-9.0));
+        assert_eq!(floats(&again), [7, 8, -9, 10, 5, -9, -9, -9].map(f64::from));
+    });
+}
+
 fn refused(batch: impl Fn(SequenceBatch<Flex>) -> SequenceBatch<Flex> + Sync) -> BatchError {
     let placement = Placement::from_rows(&[vec![Some(0), Some(1), None]], 4).unwrap();
     let documents = Documents::full(1, 4).unwrap();
@@ -330,7 +355,33 @@ fn a_placement_that_loses_something_or_does_not_fit_is_refused() {
     });
     assert_eq!(
         feature.to_string(),
-        "placement: expected a slot for token 2 of row 0, which has a feature, got none"
+        "placement: expected a slot within a document for token 2 of row 0, which has a feature, got none"
+    );
+    // Tokens of which the batch says that they are real.
+    let real = refused(|batch| batch.with_padding_mask(flags([false; 3])));
+    let what = "no mark of padding";
+    assert_eq!(
+        real,
+        BatchError::Dropped {
+            what,
+            row: 0,
+            token: 2
+        }
+    );
+    // A slot outside every document is no place for a label either.
+    let short = Documents::from_lengths(&[vec![1]], 4).unwrap();
+    let outside = refused(|batch| {
+        let labels = TensorData::new(vec![-100_i64, 7, -100], [1, 3]);
+        batch.with_documents(short.clone()).with_labels(labels)
+    });
+    let what = "a label";
+    assert_eq!(
+        outside,
+        BatchError::Dropped {
+            what,
+            row: 0,
+            token: 1
+        }
     );
     let other = Placement::flat(1, 4).unwrap();
     let size = refused(|batch| batch.with_placement(other.clone()));

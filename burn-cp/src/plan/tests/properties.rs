@@ -88,19 +88,22 @@ fn case() -> impl Strategy<Value = Case> {
         }),
     ];
     let pieces = vec((0..8_usize, 1..20_usize, any::<u8>()), 1..30);
-    (rows, 1..9_usize, mask, 0..4_usize, pieces, 0..10_usize).prop_map(
+    (rows, 1..9_usize, mask, 0..5_usize, pieces, 0..10_usize).prop_map(
         |(rows, world_size, mask, policy, pieces, extra)| {
             let (documents, mut labels): (Vec<_>, Labels) =
                 rows.iter().map(|shapes| build_row(shapes)).unzip();
             let seq_len = labels.iter().map(Vec::len).max().unwrap().max(1) + extra / 3;
             labels.iter_mut().for_each(|row| row.resize(seq_len, None));
+            let documents = Documents::from_runs(documents, seq_len).unwrap();
+            if policy == 4 {
+                return swapped(&documents, &labels, world_size, mask);
+            }
             let policy = match policy {
                 0 if world_size == 1 => LayoutPolicy::Identity,
                 0 => LayoutPolicy::Contiguous { multiple: extra },
                 1 => LayoutPolicy::HeadTail,
                 _ => custom(&pieces, seq_len + extra, world_size),
             };
-            let documents = Documents::from_runs(documents, seq_len).unwrap();
             Case {
                 documents,
                 labels,
@@ -110,6 +113,24 @@ fn case() -> impl Strategy<Value = Case> {
             }
         },
     )
+}
+
+/// The documents in one row, each with as much room as dual-chunk-swap asks for.
+fn swapped(documents: &Documents, labels: &Labels, world_size: usize, mask: MaskKind) -> Case {
+    let aligned = documents.aligned(2 * world_size).unwrap().flattened();
+    // Documents of other rows are other documents.
+    let labels = labels.iter().enumerate().flat_map(|(row, labels)| {
+        let apart = move |(document, position)| (1000 * row + document, position);
+        labels.iter().map(move |label| label.map(apart))
+    });
+    let labels: Vec<_> = labels.collect();
+    Case {
+        labels: vec![aligned.placement.place(&labels, None).unwrap()],
+        documents: aligned.documents,
+        policy: LayoutPolicy::DualChunkSwap,
+        world_size,
+        mask,
+    }
 }
 
 /// The row and token behind each entry of a rank's buffer.

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::{ids, plan};
-use crate::plan::{AttentionPlan, MaskKind, RankPlan};
+use crate::plan::{AttentionPlan, ExchangeStrategy, KvShape, MaskKind, RankPlan};
 
 /// Of one rank: lengths of queries and of keys of its segments, tokens sent to each rank, tokens received
 /// from each rank, local indices in the order in which they are sent.
@@ -189,10 +189,11 @@ fn padding_only_ranks_and_aligned_documents_move_nothing() {
 }
 
 /// Attention with zero queries: every visible key has the same weight, and the value of token `j` is
-/// `j + 1`. Returns the outputs and the gradient of the values for a gradient of 1 of every output.
-fn uniform_attention(plan: &AttentionPlan) -> (Vec<f64>, Vec<f64>) {
+/// `j + 1`. Returns the outputs, and what each rank has for the gradient of the values, for a gradient of 1 of every output.
+fn uniform_attention(plan: &AttentionPlan) -> (Vec<f64>, Vec<Vec<f64>>) {
     let seq_len = plan.layout().seq_len();
-    let (mut out, mut gradient) = (vec![0.0; seq_len], vec![0.0; seq_len]);
+    let mut out = vec![0.0; seq_len];
+    let mut gradients = vec![vec![0.0; seq_len]; plan.world_size()];
     for (rank, rank_plan) in plan.ranks().iter().enumerate() {
         let own = plan.layout().indices(rank);
         let buffer: Vec<usize> = (rank_plan.pieces.iter())
@@ -204,12 +205,12 @@ fn uniform_attention(plan: &AttentionPlan) -> (Vec<f64>, Vec<f64>) {
                 let keys = &buffer[segment.k.start..end];
                 for &key in keys {
                     out[own[q]] += (key as f64 + 1.0) / keys.len() as f64;
-                    gradient[key] += 1.0 / keys.len() as f64;
+                    gradients[rank][key] += 1.0 / keys.len() as f64;
                 }
             }
         }
     }
-    (out, gradient)
+    (out, gradients)
 }
 
 fn assert_close(got: &[f64], expected: &[f64]) {
@@ -219,58 +220,101 @@ fn assert_close(got: &[f64], expected: &[f64]) {
     }
 }
 
+/// Each rank contributes these values from a token on, and 0 elsewhere.
+fn assert_contributions(gradients: &[Vec<f64>], expected: &[(usize, &[f64])]) {
+    assert_eq!(gradients.len(), expected.len());
+    for (gradient, (start, values)) in gradients.iter().zip(expected) {
+        let mut whole = vec![0.0; gradient.len()];
+        whole[*start..start + values.len()].copy_from_slice(values);
+        assert_close(gradient, &whole);
+    }
+}
+
+/// A row goes to every rank whose queries see it, the owner among them, or with an all-gather to every rank. Its gradient is the
+/// sum over as many.
+#[test]
+fn rows_travel_to_as_many_ranks_as_see_them() {
+    let plan = plan(&ids(&[2, 9, 3], 2), 4, MaskKind::CAUSAL);
+    let mut num_takers = vec![0; 16];
+    for rank in plan.ranks() {
+        for piece in &rank.pieces {
+            let tokens = &plan.layout().indices(piece.source)[piece.local.clone()];
+            tokens.iter().for_each(|token| num_takers[*token] += 1);
+        }
+    }
+    assert_eq!(num_takers, [1, 1, 3, 3, 2, 2, 2, 2, 1, 1, 1, 2, 1, 1, 0, 0]);
+}
+
+/// Tokens that all ranks receive together when everything is gathered: each shard goes to all others.
+#[test]
+fn an_all_gather_moves_every_shard_to_all_other_ranks() {
+    let token = KvShape {
+        num_kv_heads: 1,
+        head_dim: 1,
+        bytes_per_element: 1,
+    };
+    for (lengths, padding, world_size, moved) in [
+        (&[3, 3][..], 2, 2, 8),
+        (&[6, 5], 1, 3, 24),
+        (&[6, 6, 4], 0, 4, 48),
+        (&[16], 0, 4, 48),
+        (&[2, 9, 3], 2, 4, 48),
+        (&[5], 11, 4, 48),
+        (&[4, 4, 4, 4], 0, 4, 48),
+        (&[1; 8], 0, 2, 8),
+        (&[2, 8, 2], 0, 3, 24),
+    ] {
+        let plan = plan(&ids(lengths, padding), world_size, MaskKind::CAUSAL);
+        let received = (0..world_size).map(|rank| {
+            let bytes = plan.exchange_bytes(ExchangeStrategy::AllGather, &token, rank);
+            bytes.received / token.bytes_per_token()
+        });
+        assert_eq!(received.sum::<u64>(), moved, "{lengths:?}");
+    }
+}
+
 #[test]
 fn uniform_attention_and_its_gradient_match_the_analytic_values() {
-    let (out, gradient) = uniform_attention(&plan(&ids(&[2, 9, 3], 2), 4, MaskKind::CAUSAL));
+    let (out, gradients) = uniform_attention(&plan(&ids(&[2, 9, 3], 2), 4, MaskKind::CAUSAL));
     assert_close(
         &out,
         &[
             1.0, 1.5, 3.0, 3.5, 4.0, 4.5, 5.0, 5.5, 6.0, 6.5, 7.0, 12.0, 12.5, 13.0, 0.0, 0.0,
         ],
     );
-    assert_close(
-        &gradient,
-        &[
-            1.5,
-            0.5,
-            7129.0 / 2520.0,
-            4609.0 / 2520.0,
-            3349.0 / 2520.0,
-            2509.0 / 2520.0,
-            1879.0 / 2520.0,
-            275.0 / 504.0,
-            191.0 / 504.0,
-            17.0 / 72.0,
-            1.0 / 9.0,
-            11.0 / 6.0,
-            5.0 / 6.0,
-            1.0 / 3.0,
-            0.0,
-            0.0,
-        ],
-    );
-    let (out, gradient) = uniform_attention(&plan(&ids(&[6, 5], 1), 3, MaskKind::CAUSAL));
+    let expected: [(usize, &[f64]); 4] = [
+        (0, &[1.5, 0.5, 1.5, 0.5]),
+        (2, &[0.95, 0.95, 0.95, 37.0 / 60.0, 11.0 / 30.0, 1.0 / 6.0]),
+        (
+            2,
+            &[
+                191.0 / 504.0,
+                191.0 / 504.0,
+                191.0 / 504.0,
+                191.0 / 504.0,
+                191.0 / 504.0,
+                191.0 / 504.0,
+                191.0 / 504.0,
+                17.0 / 72.0,
+                1.0 / 9.0,
+                1.0,
+            ],
+        ),
+        (11, &[5.0 / 6.0, 5.0 / 6.0, 1.0 / 3.0]),
+    ];
+    assert_contributions(&gradients, &expected);
+    let (out, gradients) = uniform_attention(&plan(&ids(&[6, 5], 1), 3, MaskKind::CAUSAL));
     assert_close(
         &out,
         &[1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 7.0, 7.5, 8.0, 8.5, 9.0, 0.0],
     );
-    assert_close(
-        &gradient,
-        &[
-            49.0 / 20.0,
-            29.0 / 20.0,
-            19.0 / 20.0,
-            37.0 / 60.0,
-            11.0 / 30.0,
-            1.0 / 6.0,
-            137.0 / 60.0,
-            77.0 / 60.0,
-            47.0 / 60.0,
-            9.0 / 20.0,
-            1.0 / 5.0,
-            0.0,
-        ],
-    );
+    let straddling = [11.0 / 30.0; 5];
+    let expected: [(usize, &[f64]); 3] = [
+        (0, &[25.0 / 12.0, 13.0 / 12.0, 7.0 / 12.0, 0.25]),
+        (0, &[&straddling[..], &[1.0 / 6.0, 1.5, 0.5]].concat()),
+        (6, &[47.0 / 60.0, 47.0 / 60.0, 47.0 / 60.0, 0.45, 0.2]),
+    ];
+    assert_contributions(&gradients, &expected);
 }
 
 #[test]

@@ -306,7 +306,19 @@ fn replicated_when_disabled_alone_empty_or_below_both_thresholds() {
         plan_frames(&[[frames, 2, 2]], 2, 8, 0, &config).unwrap()
     };
     assert_eq!(long(32).num_tokens_per_rank(), [4; 8]);
-    assert!(long(31).is_replicated());
+    let few = long(31);
+    assert!(few.is_replicated());
+    assert_eq!(
+        (few.num_real_tokens(), few.shares()[7].frames.len()),
+        (31, 31)
+    );
+    let one = config().with_min_tokens(999).with_min_frames(999);
+    let one = plan_frames(&[[1, 2, 2]], 2, 4, 0, &one).unwrap();
+    assert!(one.is_replicated());
+    assert_eq!(
+        (one.num_real_tokens(), one.shares()[3].frames.len()),
+        (1, 1)
+    );
     let none = always(&[], 2);
     assert!(none.is_replicated());
     assert_eq!(
