@@ -237,8 +237,11 @@ fn batch(replica: usize, at: &impl Fn(Kind) -> bool, device: &Device<B>) -> Sequ
     let ids: Vec<i64> = (0..SEQ)
         .map(|i| ((i * 7 + replica * 3) % VOCAB) as i64)
         .collect();
-    let mut labels = ids[1..].to_vec();
-    labels.push(if at(Kind::Labels) { 1 } else { -100 });
+    // The last two tokens are padding, or may be.
+    let mut labels = [&ids[1..SEQ - 1], &[-100, -100]].concat();
+    if at(Kind::Labels) {
+        labels[0] = (labels[0] + 1) % VOCAB as i64;
+    }
     let mut ids = ids;
     ids[SEQ - 1] += i64::from(at(Kind::Ids));
     let lengths = if at(Kind::Documents) {
