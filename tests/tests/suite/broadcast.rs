@@ -42,8 +42,11 @@ fn batch<B: ContextParallelBackend>(embeddings: bool, from: i64) -> SequenceBatc
     } else {
         SequenceBatch::from_ids(TensorData::new(host(14), [2, 7]))
     };
+    let mut labels = host(14);
+    // Padding, by the mask below.
+    labels[6] = -100;
     primary
-        .with_labels(TensorData::new(host(14), [2, 7]))
+        .with_labels(TensorData::new(labels, [2, 7]))
         .with_vocab_size(200)
         .with_positions(TensorData::new(host(42), [3, 2, 7]))
         .with_aligned_documents(
