@@ -79,8 +79,14 @@ impl Form {
                 Self::DenseBools.expresses(documents)
                     && all(|row| row.iter().all(|document| document.len() != 1))
             }
+            // Real tokens ahead of all padding.
             Self::TokenIds => {
-                Self::Mask.expresses(documents) && Self::PaddedSeqLens.expresses(documents)
+                let from_the_start = |document: &Document| match &document.runs[..] {
+                    [] => true,
+                    [run] => run.start == 0,
+                    _ => false,
+                };
+                documents.rows().flatten().all(from_the_start)
             }
             Self::SeqLens | Self::CuSeqlens => {
                 Self::PaddedSeqLens.expresses(documents)
