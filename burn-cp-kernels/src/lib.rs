@@ -28,19 +28,30 @@
 
 mod api;
 mod backends;
+#[cfg(feature = "cubecl")]
+mod components;
 mod definition;
+#[cfg(feature = "cubecl")]
+mod kernels;
+#[cfg(feature = "cubecl")]
+mod launch;
 #[cfg(feature = "reference")]
 pub mod reference;
 // Without a backend that uses it, the composed routine has no caller.
 #[cfg_attr(
-    not(any(feature = "flex", feature = "ndarray")),
+    not(any(feature = "flex", feature = "ndarray", feature = "cubecl")),
     allow(dead_code, unused_imports)
 )]
 mod routines;
 
-pub use api::{attention_backward, attention_forward, check, varlen_attention};
+pub use api::{
+    attention_backward, attention_forward, attention_forward_with_sinks, check, describe,
+    varlen_attention, varlen_attention_with_sinks,
+};
+#[cfg(feature = "cubecl")]
+pub use backends::AttentionRuntime;
 pub use backends::{AttentionBackend, VarlenAttentionBackend};
 pub use definition::{
-    AttentionBackwardInput, AttentionError, AttentionGradients, AttentionOptions, AttentionOutput,
-    AttentionProblem, Segment, Segments,
+    AttentionBackwardInput, AttentionError, AttentionGradients, AttentionInput, AttentionOptions,
+    AttentionOutput, AttentionProblem, Dropout, Routine, RoutineChoice, Segment, Segments, Window,
 };

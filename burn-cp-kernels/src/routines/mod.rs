@@ -1,9 +1,13 @@
 //! Ways to compute attention, and the check of a call's tensors that all of them share.
 //!
-//! `composed` is written in Burn's tensor operations and runs on every backend without autodiff.
-//! Which backend uses which routine is said in `backends`.
+//! `composed` is written in Burn's tensor operations and runs on every backend without autodiff;
+//! `portable` launches kernels on any CubeCL runtime. Which backend uses which routine is said in
+//! `backends`.
 
 mod check;
 pub(crate) mod composed;
+#[cfg(feature = "cubecl")]
+pub(crate) mod portable;
+mod sinks;
 
 pub(crate) use check::{check_backward, check_inputs};
