@@ -13,7 +13,7 @@
 // whatever number of blocks is resident, the earliest unfinished item can go on.
 //
 // Roles: warp 0 claims items, walks over their steps and starts the copies; warp 1 zeros rows of tiles that
-// lie outside their segment; warp 2 sends the shares out; warpgroups 1 and 2 each own 64 keys of the tile.
+// lie outside their segment; warps 2 and 3 send the shares out; warpgroups 1 and 2 each own 64 keys of the tile.
 //
 // Item: 16 x i32
 //   0 k_row    1 k_token    batch row and first token of the tile, may be negative
@@ -40,8 +40,15 @@
 #define PACKED_P 1
 #endif
 
+#ifndef STAGES
 #define STAGES 2
+#endif
 #define RING 2
+// Records of steps. The walk is at most STAGES steps ahead of the consumers and these DQ_BUFFERS + 1 ahead of
+// the sender, so a ring of eight needs no barrier of its own.
+#define STEPS 8
+#define STAGE_OF(step) ((step) % STAGES)
+#define PARITY_OF(step) (((step) / STAGES) & 1)
 #define Q_PANEL (TILE_Q * 128)
 #define K_PANEL (TILE_K * 128)
 #define Q_BYTES (TILE_Q * HEAD_DIM * 2)
@@ -66,7 +73,7 @@
 #define AT_DQ (AT_DS + 2 * DS_BYTES)
 #define AT_STATS (AT_DQ + DQ_BUFFERS * DQ_BYTES)
 #define AT_STEPS (AT_STATS + STAGES * STATS_BYTES)
-#define AT_RING (AT_STEPS + STAGES * STEP_BYTES)
+#define AT_RING (AT_STEPS + STEPS * STEP_BYTES)
 #define AT_BARRIERS (AT_RING + RING * 64)
 
 // A warpgroup's share of dQ: 64 columns of 64 rows, or, of 128 rows, its 64 rows.
@@ -87,9 +94,9 @@ struct Barriers {
 __device__ __forceinline__ Barriers barriers_at(u32 at) {
   Barriers b;
   b.kv_full = at, b.kv_empty = at + 8, b.kv_landed = at + 16;
-  b.q_full = at + 24, b.o_full = at + 40, b.q_landed = at + 56, b.step_empty = at + 72;
-  b.ring_full = at + 88, b.ring_empty = at + 104;
-  b.dq_full = at + 120, b.dq_empty = at + 136;
+  b.ring_full = at + 24, b.ring_empty = at + 40;
+  b.dq_full = at + 56, b.dq_empty = at + 72;
+  b.q_full = at + 88, b.o_full = b.q_full + 8 * STAGES, b.q_landed = b.o_full + 8 * STAGES, b.step_empty = b.q_landed + 8 * STAGES;
   return b;
 }
 
@@ -167,10 +174,10 @@ __device__ __forceinline__ void load_tiles(const TensorMap* tq, const TensorMap*
           const int head = load_shared1(item + 16) * heads + h;
 #pragma unroll 1
           for (int t = 0; t < q.z; t++, step_count++) {
-            const int stage = step_count & 1;
+            const int stage = STAGE_OF(step_count);
             const int token = q.y + t * TILE_Q, rows = min(q.w - t * TILE_Q, TILE_Q), own = keys.x + t * TILE_Q;
-            barrier_wait(bar.step_empty + 8 * stage, ((step_count >> 1) & 1) ^ 1);
-            const u32 step = base + AT_STEPS + stage * STEP_BYTES;
+            barrier_wait(bar.step_empty + 8 * stage, PARITY_OF(step_count) ^ 1);
+            const u32 step = base + AT_STEPS + (step_count & (STEPS - 1)) * STEP_BYTES;
             const int target = head * q_tiles + more.y + t;
             store_shared4(step, own + more.x, own - keys.w, keys.y, keys.z);
             store_shared1(step + 16, own + rows - 1 + more.x);
@@ -240,7 +247,7 @@ __device__ __forceinline__ void clean_tiles(const Buffers& buf, u32 base, const 
       for (int h = 0; h < heads; h++) {
         step_count += tiles;
         if (rows >= TILE_Q) continue;
-        const int stage = (step_count - 1) & 1;
+        const int stage = STAGE_OF(step_count - 1);
         barrier_wait(bar.q_landed + 8 * stage, (landings >> stage) & 1);
         landings ^= 1u << stage;
         zero_rows<HEAD_DIM>(base + AT_Q + stage * Q_BYTES, Q_PANEL, rows, TILE_Q, lane);
@@ -253,10 +260,16 @@ __device__ __forceinline__ void clean_tiles(const Buffers& buf, u32 base, const 
   }
 }
 
-// Sends the shares of dQ out, each in its turn. The first one of a tile overwrites, so that nobody has to
-// zero the buffer.
-__device__ __forceinline__ void send_shares(const Buffers& buf, u32 base, const Barriers& bar, int lane) {
+// Sends every second share of dQ out, those of one buffer, each in its turn. Two warps do this: a share takes
+// longer from its turn to the next one's than a step takes. The first share of a tile overwrites, so that
+// nobody has to zero the buffer.
+//
+// A turn is handed on by release and acquire. No proxy fence stands between them: `copies_out_done` makes the
+// copy engine's writes visible to the thread that releases, and the next share is added where they lie, in L2,
+// after they are complete. It would cost more than the hand-over itself.
+__device__ __forceinline__ void send_shares(const Buffers& buf, u32 base, const Barriers& bar, int buffer, int lane) {
   int step_count = 0;
+  const u32 share = base + AT_DQ + buffer * DQ_BYTES;
 #pragma unroll 1
   for (int i = 0;; i++) {
     const int slot = i & (RING - 1);
@@ -271,38 +284,36 @@ __device__ __forceinline__ void send_shares(const Buffers& buf, u32 base, const 
     }
     barrier_arrive(bar.ring_empty + 8 * slot);
     if (steps < 0) return;
+    const int end = step_count + steps;
 #pragma unroll 1
-    for (int n = 0; n < steps; n++, step_count++) {
-      const int stage = step_count & 1;
-      barrier_wait(bar.q_full + 8 * stage, (step_count >> 1) & 1);
-      const u32 step = base + AT_STEPS + stage * STEP_BYTES;
+    for (; step_count < end; step_count++) {
+      if (step_count % DQ_BUFFERS != buffer) continue;
+      barrier_wait(bar.dq_full + 8 * buffer, (step_count / DQ_BUFFERS) & 1);
+      const u32 step = base + AT_STEPS + (step_count & (STEPS - 1)) * STEP_BYTES;
       const int4 seen = load_shared4(step);
       const u32 turn = turn_of(max(seen.z, seen.y), min(seen.w - 1, load_shared1(step + 16)), turn_low, turn_high, rising);
       const int target = load_shared1(step + 20);
-      barrier_arrive(bar.step_empty + 8 * stage);
       u32* const turns = buf.turns + target;
       float* const to = buf.dq + (i64)target * (TILE_Q * HEAD_DIM);
-      const int buffer = step_count % DQ_BUFFERS;
-      const u32 share = base + AT_DQ + buffer * DQ_BYTES;
-      barrier_wait(bar.dq_full + 8 * buffer, (step_count / DQ_BUFFERS) & 1);
       if (turn == 0) {
         copy_bytes_out(to, share, DQ_BYTES);
       } else {
-        u32 now, polls = 0;
+        u32 now;
+#ifdef POLL_LIMIT
+        u32 polls = 0;
+#endif
         do {
           asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(turns) : "memory");
 #ifdef POLL_LIMIT
           if (++polls > POLL_LIMIT) __trap();
 #endif
         } while (now != turn);
-        fence_async();  // the earlier shares were written by the copy engine, and so is this one
         add_floats_out(to, share, DQ_BYTES);
       }
       copies_out_commit();
       copies_out_read();
       barrier_arrive(bar.dq_empty + 8 * buffer);
       copies_out_done();
-      fence_async();
       asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(turns), "r"(turn + 1) : "memory");
     }
   }
@@ -378,18 +389,17 @@ __device__ __forceinline__ void differentiate(const Buffers& buf, u32 base, cons
 #pragma unroll
     for (int j = 0; j < V_HEAD_DIM / 2; j++) dv[j] = 0.0f;
     barrier_wait(bar.kv_full, i & 1);
-    barrier_wait(bar.q_full + 8 * (step_count & 1), (step_count >> 1) & 1);
+    barrier_wait(bar.q_full + 8 * STAGE_OF(step_count), PARITY_OF(step_count));
     pin(s);
     products_fence();
-    issue_scores(s, at, step_count & 1);
+    issue_scores(s, at, STAGE_OF(step_count));
     int n = 0;
 #pragma unroll 1
     do {
-      const int stage = step_count & 1;
-      const u32 parity = (step_count >> 1) & 1;
+      const int stage = STAGE_OF(step_count);
       // What the probabilities need besides the scores is read while those are under way.
       const u32 stats = base + AT_STATS + stage * STATS_BYTES + (lane & 3) * 8;
-      const int4 mask = load_shared4(base + AT_STEPS + stage * STEP_BYTES);  // own + right, own - left, keys
+      const int4 mask = load_shared4(base + AT_STEPS + (step_count & (STEPS - 1)) * STEP_BYTES);  // own + right, own - left, keys
 #if EARLY
       float2 early[TILE_Q / 8];
 #pragma unroll
@@ -397,7 +407,7 @@ __device__ __forceinline__ void differentiate(const Buffers& buf, u32 base, cons
 #endif
       products_wait<0>();
       pin(s);
-      barrier_wait(bar.o_full + 8 * stage, parity);
+      barrier_wait(bar.o_full + 8 * stage, PARITY_OF(step_count));
       pin(dp);
       products_fence();
 #pragma unroll
@@ -511,10 +521,10 @@ __device__ __forceinline__ void differentiate(const Buffers& buf, u32 base, cons
       // step they are scores of stale queries, which nobody reads: a branch around products would make the
       // compiler wait for each of them.
       const int next = step_count + 1;
-      if (n + 1 < steps) barrier_wait(bar.q_full + 8 * (next & 1), (next >> 1) & 1);
+      if (n + 1 < steps) barrier_wait(bar.q_full + 8 * STAGE_OF(next), PARITY_OF(next));
       pin(s);
       products_fence();
-      issue_scores(s, at, next & 1);
+      issue_scores(s, at, STAGE_OF(next));
       products_wait<1>();
       pin(dq);
       const int buffer = step_count % DQ_BUFFERS;
@@ -565,9 +575,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     for (int i = 0; i < DQ_BUFFERS; i++) barrier_init(bar.dq_full + 8 * i, CONSUMER_WARPS), barrier_init(bar.dq_empty + 8 * i, 1);
     for (int i = 0; i < STAGES; i++) {
       barrier_init(bar.q_full + 8 * i, 1), barrier_init(bar.o_full + 8 * i, 1), barrier_init(bar.q_landed + 8 * i, 1);
-      barrier_init(bar.step_empty + 8 * i, CONSUMER_WARPS + 1);
+      barrier_init(bar.step_empty + 8 * i, CONSUMER_WARPS);
     }
-    for (int i = 0; i < RING; i++) barrier_init(bar.ring_full + 8 * i, 1), barrier_init(bar.ring_empty + 8 * i, CONSUMER_WARPS + 2);
+    for (int i = 0; i < RING; i++) barrier_init(bar.ring_full + 8 * i, 1), barrier_init(bar.ring_empty + 8 * i, CONSUMER_WARPS + 1 + DQ_BUFFERS);
     barrier_init_done();
     prefetch_map(&tq), prefetch_map(&tk), prefetch_map(&tv), prefetch_map(&to);
   }
@@ -576,7 +586,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     give_registers<40>();
     if (warp == 0) load_tiles(&tq, &tk, &tv, &to, buf, base, bar, lane);
     if (warp == 1) clean_tiles(buf, base, bar, lane);
-    if (warp == 2) send_shares(buf, base, bar, lane);
+    if (warp >= 2 && warp < 2 + DQ_BUFFERS) send_shares(buf, base, bar, warp - 2, lane);
   } else {
     take_registers<232>();
     differentiate(buf, base, bar, warpgroup - 1);

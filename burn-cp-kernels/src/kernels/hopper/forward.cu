@@ -1,11 +1,10 @@
 // Attention forward: outputs and log-sum-exps of the queries of a list of segments.
 //
-// A block owns one multiprocessor and works through a list of items that the host made. An item is two
-// groups of 64 query rows (usually 128 rows of one head) and the tiles of keys that they see. Of its four
-// warpgroups' worth of roles three exist:
+// A block owns one multiprocessor and works through a list of items that the host made. An item is GROUPS
+// groups of 64 query rows (usually consecutive rows of one head) and the tiles of keys that they see. Roles:
 //   warp 0   reads the item list and starts the copies of Q, K and V tiles;
 //   warp 1   zeros the rows of V tiles that lie outside the segment;
-//   warpgroups 1 and 2 each own 64 query rows: scores in registers, softmax, products with V.
+//   warpgroups 1 to GROUPS each own 64 query rows: scores in registers, softmax, products with V.
 // The products of tile n's scores are issued before those of tile n-1's probabilities with V, so that the
 // tensor cores have work while the exponentials of tile n are computed.
 //
@@ -18,20 +17,34 @@
 //   4 tiles   5 key_low  6 key_high 7 own       the segment's keys, and row 0's own key, from k_token
 //   8 left    9 right   10 head_0  11 head_1    keys seen left and right of the own one; heads of the groups
 //  12 token_0 13 token_1 14 rows_0 15 rows_1    first query token and number of rows of each group
+//   A third group continues the second one: 64 tokens further on, 64 rows less (rows_1 may exceed 64).
 // lists: gridDim.x + 1 x i32, block b's items are lists[b] .. lists[b + 1]
 // params: i64
 //   0..2 strides of out by batch row, head, token   3, 4 strides of lse by batch row, head (in elements)
 //   5 scale (bits of an f32)   6 softcap (bits of an f32)
 
-#define TILE_Q 128
+// Small heads leave registers for a third group, which hides more of the exponentials.
+#if HEAD_DIM == 64 && V_HEAD_DIM == 64
+#define GROUPS 3
+#define STAGES 4
+#define PRODUCER_REGISTERS 32
+#define CONSUMER_REGISTERS 160
+#else
+#define GROUPS 2
+#define STAGES 2
+#define PRODUCER_REGISTERS 40
+#define CONSUMER_REGISTERS 232
+#endif
+#define TILE_Q (64 * GROUPS)
 #if HEAD_DIM > 192
 #define TILE_K 64
 #else
 #define TILE_K 128
 #endif
 
-#define STAGES 2
 #define RING 4
+#define STAGE_OF(tile) ((tile) % STAGES)
+#define PARITY_OF(tile) (((tile) / STAGES) & 1)
 #define Q_PANEL (TILE_Q * 128)
 #define K_PANEL (TILE_K * 128)
 #define Q_BYTES (TILE_Q * HEAD_DIM * 2)
@@ -56,14 +69,14 @@ struct Barriers {
 __device__ __forceinline__ Barriers barriers_at(u32 at) {
   Barriers b;
   b.q_full = at, b.q_empty = at + 8;
-  b.k_full = at + 16, b.k_empty = at + 32;
-  b.v_full = at + 48, b.v_empty = at + 64;
-  b.v_landed = at + 80;
-  b.ring_full = at + 96, b.ring_empty = at + 96 + 8 * RING;
+  b.ring_full = at + 16, b.ring_empty = b.ring_full + 8 * RING;
+  b.k_full = b.ring_empty + 8 * RING, b.k_empty = b.k_full + 8 * STAGES;
+  b.v_full = b.k_empty + 8 * STAGES, b.v_empty = b.v_full + 8 * STAGES;
+  b.v_landed = b.v_empty + 8 * STAGES;
   return b;
 }
 
-#define CONSUMER_WARPS 8
+#define CONSUMER_WARPS (4 * GROUPS)
 
 __device__ __forceinline__ bool tile_is_partial(int tile, int key_low, int key_high) {
   return tile * TILE_K < key_low || (tile + 1) * TILE_K > key_high;
@@ -71,7 +84,7 @@ __device__ __forceinline__ bool tile_is_partial(int tile, int key_low, int key_h
 
 __device__ __forceinline__ void load_tiles(const TensorMap* tq, const TensorMap* tk, const TensorMap* tv, const int* items, int begin,
                                            int end, u32 base, const Barriers& bar, int lane) {
-  int tile_count = 0, q_count = 0;
+  u32 tile_count = 0, q_count = 0;
   int word = begin < end && lane < 16 ? items[(i64)begin * 16 + lane] : 0;
 #pragma unroll 1
   for (int i = begin; i < end; i++) {
@@ -92,12 +105,13 @@ __device__ __forceinline__ void load_tiles(const TensorMap* tq, const TensorMap*
           barrier_wait(bar.q_empty, (q_count & 1) ^ 1);
           barrier_arrive_expecting(bar.q_full, Q_BYTES);
           copy_panels<HEAD_DIM>(base + AT_Q, Q_PANEL, tq, bar.q_full, heads.z, rows.x, place.x);
-          copy_panels<HEAD_DIM>(base + AT_Q + 8192, Q_PANEL, tq, bar.q_full, heads.w, rows.y, place.x);
+#pragma unroll
+          for (int g = 1; g < GROUPS; g++)
+            copy_panels<HEAD_DIM>(base + AT_Q + g * 8192, Q_PANEL, tq, bar.q_full, heads.w, rows.y + (g - 1) * 64, place.x);
         }
 #pragma unroll 1
         for (int n = 0; n < keys.x; n++) {
-          const int stage = (tile_count + n) & 1;
-          const u32 free = (((tile_count + n) >> 1) & 1) ^ 1;
+          const u32 stage = STAGE_OF(tile_count + n), free = PARITY_OF(tile_count + n) ^ 1;
           const int token = place.w + n * TILE_K;
           barrier_wait(bar.k_empty + 8 * stage, free);
           barrier_arrive_expecting(bar.k_full + 8 * stage, K_BYTES);
@@ -116,7 +130,7 @@ __device__ __forceinline__ void load_tiles(const TensorMap* tq, const TensorMap*
 }
 
 __device__ __forceinline__ void clean_tiles(int num_items, u32 base, const Barriers& bar, int lane) {
-  int tile_count = 0;
+  u32 tile_count = 0;
   u32 landings = 0;  // parity of each stage's next landing, one bit per stage
   for (int i = 0; i < num_items; i++) {
     const int slot = i & (RING - 1);
@@ -127,7 +141,7 @@ __device__ __forceinline__ void clean_tiles(int num_items, u32 base, const Barri
 #pragma unroll 1
     for (int n = 0; n < keys.x; n++) {
       if (!tile_is_partial(n, keys.y, keys.z)) continue;
-      const int stage = (tile_count + n) & 1;
+      const u32 stage = STAGE_OF(tile_count + n);
       barrier_wait(bar.v_landed + 8 * stage, (landings >> stage) & 1);
       landings ^= 1u << stage;
       const u32 tile = base + AT_V + stage * V_BYTES;
@@ -221,7 +235,7 @@ __device__ __forceinline__ void attend(int num_items, u32 base, const Barriers& 
   for (int i = 0; i < TILE_K / 2; i++) s[i] = 0.0f;
 #pragma unroll
   for (int i = 0; i < TILE_K / 4; i++) p[i] = 0;
-  int tile_count = 0, q_count = 0;
+  u32 tile_count = 0, q_count = 0;
 
   for (int i = 0; i < num_items; i++) {
     const int slot = i & (RING - 1);
@@ -230,8 +244,9 @@ __device__ __forceinline__ void attend(int num_items, u32 base, const Barriers& 
     const int q_row = load_shared1(item), tiles = load_shared1(item + 16);
     const int key_low = load_shared1(item + 20), key_high = load_shared1(item + 24);
     const int left = load_shared1(item + 32), right = load_shared1(item + 36);
-    const int head = load_shared1(item + 40 + 4 * group), token = load_shared1(item + 48 + 4 * group);
-    const int rows = load_shared1(item + 56 + 4 * group);
+    const int second = min(group, 1), further = 64 * (group - second);
+    const int head = load_shared1(item + 40 + 4 * second), token = load_shared1(item + 48 + 4 * second) + further;
+    const int rows = load_shared1(item + 56 + 4 * second) - further;
     const int own = load_shared1(item + 28) + token - load_shared1(item + 48);  // of the group's first row
     __syncwarp();
     if (lane == 0) barrier_arrive(bar.ring_empty + 8 * slot);
@@ -249,8 +264,8 @@ __device__ __forceinline__ void attend(int num_items, u32 base, const Barriers& 
     if (tiles > 0) barrier_wait(bar.q_full, q_count & 1);
 
     for (int n = 0; n < tiles; n++, tile_count++) {
-      const int stage = tile_count & 1, other = stage ^ 1;
-      barrier_wait(bar.k_full + 8 * stage, (tile_count >> 1) & 1);
+      const u32 stage = STAGE_OF(tile_count), other = STAGE_OF(tile_count - 1);
+      barrier_wait(bar.k_full + 8 * stage, PARITY_OF(tile_count));
       pin(s), pin(o);
       products_fence();
 #pragma unroll
@@ -258,7 +273,7 @@ __device__ __forceinline__ void attend(int num_items, u32 base, const Barriers& 
         Shared<TILE_K, 0, 0>::run(s, dq + step_along_k(k, Q_PANEL), dk + stage * (K_BYTES >> 4) + step_along_k(k, K_PANEL), k > 0);
       products_commit();
       if (n > 0) {
-        barrier_wait(bar.v_full + 8 * other, ((tile_count - 1) >> 1) & 1);
+        barrier_wait(bar.v_full + 8 * other, PARITY_OF(tile_count - 1));
 #pragma unroll
         for (int k = 0; k < TILE_K / 16; k++)
           Registers<V_HEAD_DIM>::run(o, p + 4 * k, dv + other * (V_BYTES >> 4) + step_along_n(k));
@@ -298,8 +313,8 @@ __device__ __forceinline__ void attend(int num_items, u32 base, const Barriers& 
     }
 
     if (tiles > 0) {
-      const int last = tile_count - 1, stage = last & 1;
-      barrier_wait(bar.v_full + 8 * stage, (last >> 1) & 1);
+      const u32 last = tile_count - 1, stage = STAGE_OF(last);
+      barrier_wait(bar.v_full + 8 * stage, PARITY_OF(last));
       pin(o);
       products_fence();
 #pragma unroll
@@ -328,7 +343,7 @@ __device__ __forceinline__ void attend(int num_items, u32 base, const Barriers& 
   }
 }
 
-extern "C" __global__ void __launch_bounds__(384, 1)
+extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     attention_forward(const __grid_constant__ TensorMap tq, const __grid_constant__ TensorMap tk, const __grid_constant__ TensorMap tv,
                       const void*, const void*, const void*, const int* __restrict__ items, const int* __restrict__ lists,
                       const i64* __restrict__ params, const float* __restrict__ sinks, half_bits* __restrict__ out,
@@ -351,11 +366,11 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   }
   __syncthreads();
   if (warpgroup == 0) {
-    give_registers<40>();
+    give_registers<PRODUCER_REGISTERS>();
     if (warp == 0) load_tiles(&tq, &tk, &tv, items, begin, end, base, bar, lane);
     if (warp == 1) clean_tiles(end - begin, base, bar, lane);
   } else {
-    take_registers<232>();
+    take_registers<CONSUMER_REGISTERS>();
     attend(end - begin, base, bar, warpgroup - 1, params, sinks, out, lse);
   }
 }

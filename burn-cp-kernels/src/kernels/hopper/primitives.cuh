@@ -116,8 +116,6 @@ __device__ __forceinline__ void store_matrix4(u32 at, u32 a, u32 b, u32 c, u32 d
 
 // Ordinary accesses of shared memory before this come before the copy engine's and the tensor cores'.
 __device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// The same for all of memory.
-__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 // ----------------------------------------------------------------------------------------------- barriers
 //
