@@ -22,7 +22,8 @@
 //! ```
 //!
 //! Rooms: `definition` (host data: segments, options, errors), `routines` (how attention is
-//! computed), `backends` (which backend uses which routine, and the autodiff op), and, behind the
+//! computed), `components` and `kernels` (what runs on a device), `launch` (host data and tensors to
+//! launched kernels), `backends` (which backend uses which routine, and the autodiff op), and, behind the
 //! feature `reference`, a plain f64 implementation for tests. The crate knows one device: ranks,
 //! meshes and exchanges are not its business.
 
@@ -31,6 +32,7 @@ mod backends;
 #[cfg(feature = "cubecl")]
 mod components;
 mod definition;
+mod drop_in;
 #[cfg(feature = "cubecl")]
 mod kernels;
 #[cfg(feature = "cubecl")]
@@ -55,3 +57,4 @@ pub use definition::{
     AttentionBackwardInput, AttentionError, AttentionGradients, AttentionInput, AttentionOptions,
     AttentionOutput, AttentionProblem, Dropout, Routine, RoutineChoice, Segment, Segments, Window,
 };
+pub use drop_in::attention;

@@ -4,7 +4,9 @@ use burn::tensor::{
     DType,
     ops::{Device, FloatTensor},
 };
-use burn_cubecl::{BoolElement, CubeBackend, CubeRuntime, FloatElement, IntElement};
+use burn_cubecl::{
+    BoolElement, CubeBackend, CubeRuntime, FloatElement, IntElement, tensor::CubeTensor,
+};
 
 use super::AttentionBackend;
 use crate::{
@@ -17,9 +19,49 @@ use crate::{
 };
 
 /// A CubeCL runtime that has kernels for attention.
+///
+/// The hidden methods are the runtime's own kernels, which CUDA has and others do not.
 pub trait AttentionRuntime: CubeRuntime {
     /// What a user calls the runtime; for messages.
     const NAME: &'static str;
+
+    /// Why the runtime's own kernels do not serve a pass of this call, if so.
+    #[doc(hidden)]
+    fn own_check(
+        device: &Self::Device,
+        _problem: &AttentionProblem,
+        _dtype: DType,
+        _options: &AttentionOptions,
+        _backward: bool,
+    ) -> Result<(), AttentionError> {
+        Err(AttentionError::Routine {
+            routine: Routine::Hopper,
+            expected: "a CUDA device of compute capability 9.0".into(),
+            got: format!("{} device {device:?}", Self::NAME),
+        })
+    }
+
+    /// The forward pass of a call that passed [`Self::own_check`].
+    #[doc(hidden)]
+    fn own_forward(
+        _input: AttentionInput<CubeTensor<Self>>,
+        _problem: &AttentionProblem,
+        _segments: &Segments,
+        _options: &AttentionOptions,
+    ) -> AttentionOutput<CubeTensor<Self>> {
+        unreachable!("this runtime's own_check refuses every call")
+    }
+
+    /// The backward pass of a call that passed [`Self::own_check`].
+    #[doc(hidden)]
+    fn own_backward(
+        _input: AttentionBackwardInput<CubeTensor<Self>>,
+        _problem: &AttentionProblem,
+        _segments: &Segments,
+        _options: &AttentionOptions,
+    ) -> AttentionGradients<CubeTensor<Self>> {
+        unreachable!("this runtime's own_check refuses every call")
+    }
 }
 
 #[cfg(feature = "wgpu")]
@@ -27,48 +69,65 @@ impl AttentionRuntime for cubecl::wgpu::WgpuRuntime {
     const NAME: &'static str = "wgpu";
 }
 
-#[cfg(feature = "cuda")]
-impl AttentionRuntime for cubecl::cuda::CudaRuntime {
-    const NAME: &'static str = "cuda";
-}
-
-/// The routine of a call, or why there is none.
+/// The routine of one pass of a call, or why there is none.
 fn choose<R: AttentionRuntime>(
     problem: &AttentionProblem,
     dtype: DType,
     device: &R::Device,
     options: &AttentionOptions,
+    backward: bool,
 ) -> Result<RoutineChoice, AttentionError> {
-    let portable = || -> Result<(), AttentionError> {
-        portable::check(problem, dtype)?;
-        let client = R::client(device);
-        let storage: cubecl::ir::StorageType = dtype.into();
-        if client.properties().type_usage(storage).is_empty() {
-            return Err(AttentionError::DType {
-                what: "q",
-                expected: format!("a dtype of the {} device {device:?}", R::NAME),
-                got: format!("{dtype:?}"),
-            });
-        }
-        Ok(())
-    };
+    let forced = |routine| Ok(RoutineChoice::new(routine, "forced"));
     match options.routine {
-        Some(Routine::Composed) => Ok(RoutineChoice::new(Routine::Composed, "forced")),
+        Some(Routine::Composed) => forced(Routine::Composed),
         Some(Routine::Portable) => {
-            portable()?;
-            Ok(RoutineChoice::new(Routine::Portable, "forced"))
+            check_portable::<R>(problem, dtype, device)?;
+            forced(Routine::Portable)
         }
-        None => {
-            portable()?;
-            let reason = format!("runs on every device of {}", R::NAME);
-            Ok(RoutineChoice::new(Routine::Portable, reason))
+        Some(Routine::Hopper) => {
+            R::own_check(device, problem, dtype, options, backward)?;
+            forced(Routine::Hopper)
         }
         Some(routine) => Err(AttentionError::Routine {
             routine,
-            expected: "a device and a build with that routine".into(),
-            got: format!("{} device {device:?}", R::NAME),
+            expected: "a build that has it".into(),
+            got: "composed, portable and hopper".into(),
         }),
+        None => match R::own_check(device, problem, dtype, options, backward) {
+            Ok(()) => Ok(RoutineChoice::new(
+                Routine::Hopper,
+                "made for this device, dtype and size of vectors",
+            )),
+            Err(why) => {
+                check_portable::<R>(problem, dtype, device)?;
+                Ok(RoutineChoice::new(
+                    Routine::Portable,
+                    format!("not hopper: {why}"),
+                ))
+            }
+        },
     }
+}
+
+fn check_portable<R: AttentionRuntime>(
+    problem: &AttentionProblem,
+    dtype: DType,
+    device: &R::Device,
+) -> Result<(), AttentionError> {
+    portable::check(problem, dtype)?;
+    let storage: cubecl::ir::StorageType = dtype.into();
+    if R::client(device)
+        .properties()
+        .type_usage(storage)
+        .is_empty()
+    {
+        return Err(AttentionError::DType {
+            what: "q",
+            expected: format!("a dtype of the {} device {device:?}", R::NAME),
+            got: format!("{dtype:?}"),
+        });
+    }
+    Ok(())
 }
 
 impl<R, F, I, BT> AttentionBackend for CubeBackend<R, F, I, BT>
@@ -86,10 +145,11 @@ where
         let run = || -> Result<_, AttentionError> {
             let problem = check_inputs::<Self>(&input, segments, options)?;
             let q = &input.q;
-            match choose::<R>(&problem, q.dtype, &q.device, options)?.routine {
+            match choose::<R>(&problem, q.dtype, &q.device, options, false)?.routine {
                 Routine::Composed => {
                     Ok(composed::forward::<Self>(input.clone(), segments, options))
                 }
+                Routine::Hopper => Ok(R::own_forward(input.clone(), &problem, segments, options)),
                 _ => launch::portable::forward(input.clone(), &problem, segments, options),
             }
         };
@@ -104,7 +164,12 @@ where
         let run = || -> Result<_, AttentionError> {
             let problem = check_backward::<Self>(&input, segments, options)?;
             let q = &input.q;
-            match choose::<R>(&problem, q.dtype, &q.device, options)?.routine {
+            let choice = choose::<R>(&problem, q.dtype, &q.device, options, true)?;
+            let one_dtype = input.out.dtype == q.dtype && input.dout.dtype == q.dtype;
+            match choice.routine {
+                Routine::Hopper if one_dtype => {
+                    Ok(R::own_backward(input.clone(), &problem, segments, options))
+                }
                 Routine::Composed => {
                     Ok(composed::backward::<Self>(input.clone(), segments, options))
                 }
@@ -120,6 +185,6 @@ where
         device: &Device<Self>,
         options: &AttentionOptions,
     ) -> Result<RoutineChoice, AttentionError> {
-        choose::<R>(problem, dtype, device, options)
+        choose::<R>(problem, dtype, device, options, false)
     }
 }

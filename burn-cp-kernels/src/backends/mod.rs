@@ -4,6 +4,8 @@
 mod autodiff;
 #[cfg(feature = "cubecl")]
 mod cube;
+#[cfg(feature = "cuda")]
+mod cuda;
 #[cfg(feature = "cubecl")]
 mod fusion;
 #[cfg(any(feature = "flex", feature = "ndarray"))]

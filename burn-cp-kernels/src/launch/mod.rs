@@ -2,6 +2,7 @@
 //! sizes to blueprints. A call launches kernels and nothing else; schedules are made and uploaded once
 //! per list of segments and device.
 
+pub(crate) mod hopper;
 pub(crate) mod portable;
 mod schedule;
 mod tensors;

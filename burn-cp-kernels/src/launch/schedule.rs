@@ -20,7 +20,7 @@ pub(crate) struct Schedule {
 }
 
 /// A reach that no distance exceeds, with room to add distances to it.
-const FAR: i32 = 1 << 30;
+pub(super) const FAR: i32 = 1 << 30;
 
 impl Schedule {
     /// Cuts queries into tiles of `rows` and keys into tiles of as many.
@@ -190,7 +190,7 @@ fn own_key(segment: &Segment, t: usize) -> i64 {
     (segment.num_k() + t) as i64 - segment.num_q() as i64
 }
 
-fn reach(segment: &Segment) -> (i32, i32) {
+pub(super) fn reach(segment: &Segment) -> (i32, i32) {
     let far = |reach: Option<usize>| {
         reach.map_or(FAR, |reach| i32::try_from(reach).unwrap_or(FAR).min(FAR))
     };
@@ -204,7 +204,7 @@ fn position(segment: &Segment, key: i64) -> i32 {
 }
 
 /// The runs of query rows that no segment names.
-fn gaps(segments: &Segments, batch: usize, tokens: usize) -> Vec<(usize, Range<usize>)> {
+pub(super) fn gaps(segments: &Segments, batch: usize, tokens: usize) -> Vec<(usize, Range<usize>)> {
     let mut named: Vec<_> = segments.iter().map(|s| (s.q_row, s.q.clone())).collect();
     named.sort_by_key(|(row, q)| (*row, q.start, q.end));
     let mut gaps = Vec::new();

@@ -1,11 +1,13 @@
 //! Ways to compute attention, and the check of a call's tensors that all of them share.
 //!
 //! `composed` is written in Burn's tensor operations and runs on every backend without autodiff;
-//! `portable` launches kernels on any CubeCL runtime. Which backend uses which routine is said in
+//! `portable` launches kernels on any CubeCL runtime, `hopper` some of CUDA's own. Which backend uses which routine is said in
 //! `backends`.
 
 mod check;
 pub(crate) mod composed;
+#[cfg(feature = "cuda")]
+pub(crate) mod hopper;
 #[cfg(feature = "cubecl")]
 pub(crate) mod portable;
 mod sinks;
