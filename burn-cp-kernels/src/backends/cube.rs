@@ -167,6 +167,14 @@ where
             let choice = choose::<R>(&problem, q.dtype, &q.device, options, true)?;
             let one_dtype = input.out.dtype == q.dtype && input.dout.dtype == q.dtype;
             match choice.routine {
+                // Merged outputs may be wider than the inputs, which its kernels do not read.
+                Routine::Hopper if !one_dtype && options.routine.is_some() => {
+                    Err(AttentionError::DType {
+                        what: "out and dout in routine hopper",
+                        expected: format!("{:?}, as q", q.dtype),
+                        got: format!("{:?} and {:?}", input.out.dtype, input.dout.dtype),
+                    })
+                }
                 Routine::Hopper if one_dtype => {
                     Ok(R::own_backward(input.clone(), &problem, segments, options))
                 }

@@ -52,7 +52,7 @@ impl Blueprint {
     /// How the columns of vectors of this dim are shared.
     pub(crate) fn columns(&self, dim: usize) -> Columns {
         // Eight lanes waste less where 64 does not divide the dim.
-        let lanes = if dim % 64 == 0 { 16 } else { 8 };
+        let lanes = if dim.is_multiple_of(64) { 16 } else { 8 };
         Columns {
             lanes,
             vectors: dim.div_ceil(4 * lanes),

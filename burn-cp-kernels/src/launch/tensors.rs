@@ -20,7 +20,9 @@ pub(crate) fn vector_size<R: CubeRuntime>(tensors: &[&CubeTensor<R>]) -> usize {
         let (shape, strides) = (tensor.meta.shape(), tensor.meta.strides());
         let last = shape.num_dims() - 1;
         let outer = (0..last).all(|dim| shape[dim] == 1 || strides[dim] % 4 == 0);
-        outer && shape[last] % 4 == 0 && offset(tensor) % (4 * tensor.dtype.size() as u64) == 0
+        outer
+            && shape[last] % 4 == 0
+            && offset(tensor).is_multiple_of(4 * tensor.dtype.size() as u64)
     };
     match tensors.iter().all(aligned) {
         true => 4,

@@ -16,14 +16,23 @@ pub(crate) type Record = [i32; 16];
 
 /// Keys per tile of the backward pass.
 const BACKWARD_KEYS: i64 = 128;
-/// Queries per tile of the forward pass.
-const FORWARD_QUERIES: i64 = 128;
+/// Query rows that one warpgroup of the forward pass computes.
+const GROUP_ROWS: i64 = 64;
 /// Tiles of keys per group at most.
 const MAX_SPAN: usize = 16;
 
 /// Keys per tile of the forward pass.
 pub(super) fn forward_keys(head_dim: usize) -> usize {
     if head_dim > 192 { 64 } else { 128 }
+}
+
+/// Warpgroups of the forward pass that compute; a tile of queries has 64 rows for each.
+pub(super) fn forward_groups(head_dim: usize, v_head_dim: usize) -> usize {
+    if (head_dim, v_head_dim) == (64, 64) {
+        3
+    } else {
+        2
+    }
 }
 
 /// Queries per tile of the backward pass.
@@ -118,17 +127,14 @@ pub(crate) fn forward(
     problem: &AttentionProblem,
     num_blocks: usize,
 ) -> ForwardPlan {
-    let keys = forward_keys(problem.head_dim) as i64;
+    let groups = forward_groups(problem.head_dim, problem.v_head_dim);
     let mut entries = Vec::new();
     for (index, run) in runs(segments).iter().enumerate() {
-        let mut t = 0;
-        while t < run.num_q() {
-            let rows = FORWARD_QUERIES.min(run.num_q() - t);
-            forward_items(run, t, keys, problem, |head, tiles, item| {
+        for t in (0..run.num_q()).step_by(groups * GROUP_ROWS as usize) {
+            forward_items(run, t, problem, |head, tiles, item| {
                 let size = run.num_q() * run.num_k().max(1);
                 entries.push(((Reverse(size), index, Reverse(tiles), head), item));
             });
-            t += rows;
         }
     }
     entries.sort_by_key(|(key, _)| *key);
@@ -154,11 +160,12 @@ pub(crate) fn forward(
 fn forward_items(
     run: &Run,
     t: i64,
-    keys: i64,
     problem: &AttentionProblem,
     mut add: impl FnMut(usize, i64, Record),
 ) {
-    let rows = FORWARD_QUERIES.min(run.num_q() - t);
+    let keys = forward_keys(problem.head_dim) as i64;
+    let groups = forward_groups(problem.head_dim, problem.v_head_dim) as i64;
+    let rows = (groups * GROUP_ROWS).min(run.num_q() - t);
     let seen = run.seen(t, rows);
     let phase = run.position % keys;
     let (first, tiles) = if seen.start < seen.end {
@@ -168,16 +175,16 @@ fn forward_items(
         (0, 0)
     };
     let shift = phase - first * keys;
-    let half = FORWARD_QUERIES / 2;
-    let paired = rows <= half && problem.group().is_multiple_of(2);
+    let paired = rows <= GROUP_ROWS && problem.group().is_multiple_of(2);
     for head in (0..problem.num_heads).step_by(if paired { 2 } else { 1 }) {
         let (token, h) = (run.q.start + t, head as i64);
         let kv_head = (head / problem.group()) as i64;
         let groups = if paired {
             [h, h + 1, token, token, rows, rows]
         } else {
-            let rest = (rows - half).max(0);
-            [h, h, token, token + half, rows.min(half), rest]
+            // A third warpgroup goes on from the second's rows.
+            let rest = (rows - GROUP_ROWS).max(0);
+            [h, h, token, token + GROUP_ROWS, rows.min(GROUP_ROWS), rest]
         };
         let base = [
             run.q_row,
@@ -230,13 +237,25 @@ pub(crate) fn backward(
         span,
         visits: Vec::new(),
     };
+    let key_runs = key_runs(&runs, batch, tokens as i64);
+    let all: Vec<Vec<Vec<Record>>> = key_runs.iter().map(|keys| maker.groups(keys)).collect();
+    let steps = |groups: &[Vec<Record>]| -> i64 {
+        groups.iter().flatten().map(|item| i64::from(item[5])).sum()
+    };
+    let total: i64 = all.iter().map(|groups| steps(groups)).sum();
     let mut chunks = Vec::new();
-    for (index, keys) in key_runs(&runs, batch, tokens as i64).iter().enumerate() {
+    for (index, (keys, mut groups)) in key_runs.iter().zip(all).enumerate() {
+        let tiles = keys.num_tiles() as usize;
+        let long = tiles >= 3 * span || (tiles >= 2 * span && 2 * steps(&groups) >= total);
         let mut key = i64::MAX;
-        for (group, chunk) in maker.groups(keys).into_iter().enumerate() {
+        for (group, chunk) in groups.drain(..).enumerate() {
             if group.is_multiple_of(2) {
                 key = key.min(chunk.iter().map(|item| item[5].into()).max().unwrap_or(0));
             }
+            let chunk = match long && !group.is_multiple_of(2) {
+                true => rising(chunk),
+                false => chunk,
+            };
             chunks.push(((Reverse(key), index, group), chunk));
         }
     }
@@ -252,6 +271,14 @@ pub(crate) fn backward(
     }
 }
 
+/// A chunk from its first tile to its last. Blocks that walk neighbouring groups in opposite directions stay in
+/// step, so that one of them finds in cache what the other has read.
+fn rising(mut chunk: Vec<Record>) -> Vec<Record> {
+    chunk.iter_mut().for_each(|item| item[10] = 1);
+    chunk.sort_by_key(|item| item[1]);
+    chunk
+}
+
 /// Keys that are cut into tiles together: overlapping segments, or a gap between them.
 struct KeyRun {
     row: i64,
@@ -259,6 +286,17 @@ struct KeyRun {
     /// Indices of the segments, in their order.
     members: Vec<usize>,
     phase: i64,
+}
+
+impl KeyRun {
+    /// Token at which the tile of the first key starts; may lie before the buffer.
+    fn origin(&self) -> i64 {
+        self.tokens.start - self.phase
+    }
+
+    fn num_tiles(&self) -> i64 {
+        (self.tokens.end - self.origin() + BACKWARD_KEYS - 1) / BACKWARD_KEYS
+    }
 }
 
 fn key_runs(runs: &[Run], batch: usize, tokens: i64) -> Vec<KeyRun> {
@@ -313,28 +351,16 @@ struct Maker<'a> {
 }
 
 impl Maker<'_> {
-    /// The items of a run of keys, group by group.
+    /// The items of a run of keys, group by group, from the last tile to the first.
     fn groups(&mut self, keys: &KeyRun) -> Vec<Vec<Record>> {
-        let origin = keys.tokens.start - keys.phase;
-        let num_tiles = (keys.tokens.end - origin + BACKWARD_KEYS - 1) / BACKWARD_KEYS;
-        let span = self.span as i64;
+        let (num_tiles, span) = (keys.num_tiles(), self.span as i64);
         let mut groups = Vec::new();
         for first in (0..num_tiles).step_by(self.span) {
             let last = num_tiles.min(first + span);
-            let rising = (first / span) % 2;
-            let mut tiles: Vec<i64> = (first..last).rev().collect();
             let mut chunk = Vec::new();
-            let per_tile: Vec<(i64, [i64; 3])> = tiles
-                .iter()
-                .map(|&tile| (tile, self.visit(keys, origin, tile)))
-                .collect();
-            if rising == 1 {
-                tiles.reverse();
-            }
-            for tile in tiles {
-                let found = per_tile.iter().find(|(other, _)| *other == tile);
-                let [visit, end, count] = found.map_or([0; 3], |(_, visits)| *visits);
-                let token = origin + tile * BACKWARD_KEYS;
+            for tile in (first..last).rev() {
+                let [visit, end, count] = self.visit(keys, tile);
+                let token = keys.origin() + tile * BACKWARD_KEYS;
                 for kv_head in 0..self.problem.num_kv_heads as i64 {
                     chunk.push(record(&[
                         keys.row,
@@ -347,7 +373,6 @@ impl Maker<'_> {
                         end,
                         first - tile,
                         last - 1 - tile,
-                        rising,
                     ]));
                 }
             }
@@ -357,13 +382,13 @@ impl Maker<'_> {
     }
 
     /// Adds the visits of a tile: the first one, the end, and the number of tiles of queries.
-    fn visit(&mut self, keys: &KeyRun, origin: i64, tile: i64) -> [i64; 3] {
+    fn visit(&mut self, keys: &KeyRun, tile: i64) -> [i64; 3] {
         let start = self.visits.len() as i64;
         let mut count = 0;
         for &index in &keys.members {
             let run = &self.runs[index];
             // The tile's first key, counted within the segment.
-            let key = origin + tile * BACKWARD_KEYS - run.k.start;
+            let key = keys.origin() + tile * BACKWARD_KEYS - run.k.start;
             let tiles = (run.num_q() + self.queries - 1) / self.queries;
             let seen = |n: i64| {
                 let t = n * self.queries;

@@ -10,6 +10,7 @@ use cubecl::{
     server::ExecutionMode,
 };
 
+use super::plan;
 use crate::definition::AttentionProblem;
 
 /// The entry points, by file.
@@ -95,24 +96,32 @@ impl Source {
 
     fn threads(&self) -> u32 {
         match self.entry {
-            Entry::Forward | Entry::Backward => 384,
+            // One warpgroup loads, the others compute.
+            Entry::Forward => 128 * (self.groups() as u32 + 1),
+            Entry::Backward => 384,
             Entry::BackwardBegin => 128,
             Entry::BackwardEnd | Entry::BackwardSinks => 256,
         }
     }
 
-    /// Bytes of dynamic shared memory.
+    fn groups(&self) -> usize {
+        plan::forward_groups(self.variant.head_dim, self.variant.v_head_dim)
+    }
+
+    /// Bytes of dynamic shared memory, as the sources lay it out.
     fn shared_bytes(&self) -> usize {
         let (dim, v_dim) = (self.variant.head_dim, self.variant.v_head_dim);
         match self.entry {
             Entry::Forward => {
-                let keys = super::plan::forward_keys(dim);
-                1024 + 256 * dim + 4 * keys * (dim + v_dim) + 4 * 64 + 160
+                let (keys, groups) = (plan::forward_keys(dim), self.groups());
+                let stages = if groups == 3 { 4 } else { 2 };
+                let tiles = 128 * groups * dim + 2 * stages * keys * (dim + v_dim);
+                1024 + tiles + 4 * 64 + 80 + 40 * stages
             }
             Entry::Backward => {
-                let queries = super::plan::backward_queries(dim);
+                let queries = plan::backward_queries(dim);
                 let tiles = 256 * (dim + v_dim) + 4 * queries * (dim + v_dim);
-                tiles + 512 * queries + 8 * queries * dim + 16 * queries + 64 + 128 + 160
+                tiles + 512 * queries + 8 * queries * dim + 16 * queries + 256 + 128 + 88 + 64
             }
             _ => 0,
         }

@@ -38,23 +38,19 @@ pub(crate) fn backward<B: Backend>(
     let dtype = compute_dtype(input.q.dtype());
     let q: Tensor<B, 4> = load(input.q, dtype);
     let scale = options.scale_for(problem.head_dim);
-    let (mut dq, mut dk, mut dv) = (Pieces::new(), Pieces::new(), Pieces::new());
-    let sinks: Option<Tensor<B, 1>> = input.sinks.clone().map(|sinks| load(sinks, dtype));
-    let sinks_dtype = input
-        .sinks
-        .as_ref()
-        .map(|sinks| FloatDType::from(sinks.dtype()));
+    let mut sums = Sums::new();
+    let sinks_dtype = input.sinks.as_ref().map(|sinks| sinks.dtype());
+    let sinks: Option<Tensor<B, 1>> = input.sinks.map(|sinks| load(sinks, dtype));
     let mut dsinks = sinks.clone().map(|sinks| sinks.zeros_like());
 
     if segments
         .iter()
         .any(|segment| segment.num_blind_queries() < segment.num_q())
     {
-        let out: Tensor<B, 4> = load(input.out, dtype);
         let dout: Tensor<B, 4> = load(input.dout, dtype);
         let lse: Tensor<B, 3> = load(input.lse, dtype);
+        let delta = row_products(dout.clone(), load(input.out, dtype));
         let mut lse: Tensor<B, 4> = lse.unsqueeze_dim(3);
-        let delta = row_products(dout.clone(), out);
         if let Some(sinks) = sinks {
             let total = sinks::with_sinks(lse.clone(), sinks.clone());
             dsinks = Some(sinks::gradient(sinks, lse, total.clone(), delta.clone()));
@@ -78,35 +74,34 @@ pub(crate) fn backward<B: Backend>(
                 document: *document,
                 dropout: options.dropout,
             };
-            let mut blocks = pass.blocks(segment);
-            for tile in walk::tiles(segment, walk::all_keys(segment)) {
-                let (tile_dk, tile_dv) = pass.tile(&dropping, &tile, &mut blocks);
-                let keys = segment.k.start + tile.start..segment.k.start + tile.end;
-                for part in cuts.parts(segment.k_row, keys.clone()) {
-                    let within = part.start - keys.start..part.end - keys.start;
-                    dk.add(segment.k_row, part.start, tokens(&tile_dk, within.clone()));
-                    dv.add(segment.k_row, part.start, tokens(&tile_dv, within));
-                }
-            }
-            for block in blocks {
-                let start = segment.q.start + block.rows.start;
-                let [_, _, _, head_dim] = block.q.dims();
-                let rows = [1, problem.num_heads, block.rows.len(), head_dim];
-                let sum = block.dq.expect("a block sees a key of some tile");
-                dq.add(segment.q_row, start, sum.reshape(rows));
-            }
+            pass.segment(&dropping, &cuts, &mut sums);
         }
     }
+    let Sums { dq, dk, dv } = sums;
+    let dsinks = dsinks.zip(sinks_dtype);
     AttentionGradients::new(
         store(dq.assemble(problem.q_shape(), 0.0, &q), out_dtype),
         store(dk.assemble(problem.k_shape(), 0.0, &q) * scale, out_dtype),
         store(dv.assemble(problem.v_shape(), 0.0, &q), out_dtype),
     )
-    .with_dsinks(
-        dsinks
-            .zip(sinks_dtype)
-            .map(|(dsinks, dtype)| store(dsinks, dtype)),
-    )
+    .with_dsinks(dsinks.map(|(dsinks, dtype)| store(dsinks, dtype.into())))
+}
+
+/// The gradients so far; `dk` yet without the scale.
+struct Sums<B: Backend> {
+    dq: Pieces<B>,
+    dk: Pieces<B>,
+    dv: Pieces<B>,
+}
+
+impl<B: Backend> Sums<B> {
+    fn new() -> Self {
+        Self {
+            dq: Pieces::new(),
+            dk: Pieces::new(),
+            dv: Pieces::new(),
+        }
+    }
 }
 
 struct Backward<B: Backend> {
@@ -159,6 +154,29 @@ impl<B: Backend> Backward<B> {
                 }
             })
             .collect()
+    }
+
+    /// Adds a segment's gradients.
+    fn segment(&mut self, dropping: &Dropping<'_>, cuts: &KeyCuts, sums: &mut Sums<B>) {
+        let segment = dropping.segment;
+        let mut blocks = self.blocks(segment);
+        for tile in walk::tiles(segment, walk::all_keys(segment)) {
+            let (dk, dv) = self.tile(dropping, &tile, &mut blocks);
+            let keys = segment.k.start + tile.start..segment.k.start + tile.end;
+            for part in cuts.parts(segment.k_row, keys.clone()) {
+                let within = part.start - keys.start..part.end - keys.start;
+                sums.dk
+                    .add(segment.k_row, part.start, tokens(&dk, within.clone()));
+                sums.dv.add(segment.k_row, part.start, tokens(&dv, within));
+            }
+        }
+        for block in blocks {
+            let start = segment.q.start + block.rows.start;
+            let [_, _, _, head_dim] = block.q.dims();
+            let rows = [1, self.problem.num_heads, block.rows.len(), head_dim];
+            let sum = block.dq.expect("a block sees a key of some tile");
+            sums.dq.add(segment.q_row, start, sum.reshape(rows));
+        }
     }
 
     /// One tile of keys against every block that sees some of it: `dk` (yet without the scale) and

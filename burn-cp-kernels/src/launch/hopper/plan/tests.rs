@@ -86,7 +86,13 @@ fn forward_items_hold_exactly_the_visible_pairs_of_each_head() {
         let mut rows = HashSet::new();
         let mut pairs: HashMap<i32, Vec<(i32, i32)>> = HashMap::new();
         for i in &plan.items {
-            for (head, token, count) in [(i[10], i[12], i[14]), (i[11], i[13], i[15])] {
+            let rest = i[15] - 64;
+            let parts = [
+                (i[10], i[12], i[14]),
+                (i[11], i[13], i[15].min(64)),
+                (i[11], i[13] + 64, rest),
+            ];
+            for (head, token, count) in parts {
                 assert_eq!(i[2] as usize, head as usize / problem.group());
                 for row in 0..count {
                     assert!(rows.insert((head, token + row)));
