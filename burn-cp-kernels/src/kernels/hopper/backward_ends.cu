@@ -10,7 +10,6 @@
 #else
 #define TILE_Q 64
 #endif
-#define DQ_COLUMNS (TILE_Q == 128 ? HEAD_DIM : HEAD_DIM / 2)
 
 // Per tile and head: TILE_Q log-sum-exps in units of log 2, then TILE_Q row sums of dout * out. Rows that
 // see no key, and rows past the tile's end, get a log-sum-exp that makes their probabilities 0. Also sets
@@ -56,6 +55,23 @@ extern "C" __global__ void __launch_bounds__(128)
   }
 }
 
+// One warpgroup's part of a tile of dQ: COLUMNS columns from `column` on, of 64 rows from `first_row` on.
+template <int COLUMNS>
+__device__ __forceinline__ void finish_part(const int4 place, const i64* params, const float* from, bool any, half_bits* dq, int head,
+                                            int first_row, int column) {
+  const int thread = threadIdx.x & 127, lane = thread & 31;
+  const float scale = __int_as_float((int)params[11]);
+  float d[COLUMNS / 2];
+#pragma unroll
+  for (int j = 0; j < COLUMNS / 8; j++) {
+    const float4 x = any ? ((const float4*)from)[j * 128 + thread] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    d[4 * j] = x.x, d[4 * j + 1] = x.y, d[4 * j + 2] = x.z, d[4 * j + 3] = x.w;
+  }
+  const int row = first_row + (thread >> 5) * 16 + (lane >> 2);
+  half_bits* to = dq + place.x * params[8] + head * params[9] + (i64)(place.y + row) * params[10] + column;
+  store_rows<COLUMNS>(d, to, to + 8 * params[10], scale, scale, row < place.z, row + 8 < place.z, lane);
+}
+
 // dQ from the f32 shares, which lie as the accumulators of two warpgroups did. A tile without a share saw no
 // key: its rows are 0. Grid: tiles x heads (heads next to each other), 256 threads.
 extern "C" __global__ void __launch_bounds__(256)
@@ -65,20 +81,20 @@ extern "C" __global__ void __launch_bounds__(256)
   const int tile = blockIdx.x / heads, head = blockIdx.x % heads;
   const int4 place = q_tiles[tile];
   const i64 target = (i64)head * tiles + tile;
-  const int group = threadIdx.x >> 7, thread = threadIdx.x & 127, lane = thread & 31;
-  const float scale = __int_as_float((int)params[11]);
-  float d[DQ_COLUMNS / 2];
-  const float4* from = (const float4*)(shares + target * (TILE_Q * HEAD_DIM)) + group * (DQ_COLUMNS / 8) * 128 + thread;
+  const int group = threadIdx.x >> 7;
+  const float* from = shares + target * (TILE_Q * HEAD_DIM);
   const bool any = turns[32 + target] != 0;
-#pragma unroll
-  for (int j = 0; j < DQ_COLUMNS / 8; j++) {
-    const float4 x = any ? from[j * 128] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    d[4 * j] = x.x, d[4 * j + 1] = x.y, d[4 * j + 2] = x.z, d[4 * j + 3] = x.w;
-  }
-  const int row = (TILE_Q == 128 ? group * 64 : 0) + (thread >> 5) * 16 + (lane >> 2);
-  const int column = TILE_Q == 128 ? 0 : group * DQ_COLUMNS;
-  half_bits* to = dq + place.x * params[8] + head * params[9] + (i64)(place.y + row) * params[10] + column;
-  store_rows<DQ_COLUMNS>(d, to, to + 8 * params[10], scale, scale, row < place.z, row + 8 < place.z, lane);
+#if TILE_Q == 128
+  finish_part<HEAD_DIM>(place, params, from + group * 64 * HEAD_DIM, any, dq, head, group * 64, 0);
+#elif HEAD_DIM == 192
+  // The second warpgroup has two of the three panels.
+  if (group == 0)
+    finish_part<64>(place, params, from, any, dq, head, 0, 0);
+  else
+    finish_part<128>(place, params, from + 64 * 64, any, dq, head, 0, 64);
+#else
+  finish_part<HEAD_DIM / 2>(place, params, from + group * 32 * HEAD_DIM, any, dq, head, 0, group * HEAD_DIM / 2);
+#endif
 }
 
 // Gradient of each head's sink: -sum over rows of exp(sink - lse) * rowsum(dout * out), in a fixed order.

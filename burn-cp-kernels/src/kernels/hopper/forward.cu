@@ -93,9 +93,10 @@ __device__ __forceinline__ void load_tiles(const TensorMap* tq, const TensorMap*
     if (lane < 16) store_shared1(base + AT_RING + slot * 64 + lane * 4, word);
     // The next item's words are on their way while this one's tiles are copied.
     const int next = i + 1 < end && lane < 16 ? items[(i64)(i + 1) * 16 + lane] : 0;
+    // Every lane that wrote, or that read, arrives itself: items are rare, and no lane vouches for another.
+    barrier_arrive(bar.ring_full + 8 * slot);
     __syncwarp();
     if (lane == 0) {
-      barrier_arrive(bar.ring_full + 8 * slot);
       const u32 item = base + AT_RING + slot * 64;
       const int4 keys = load_shared4(item + 16);
       if (keys.x > 0) {
@@ -136,8 +137,7 @@ __device__ __forceinline__ void clean_tiles(int num_items, u32 base, const Barri
     const int slot = i & (RING - 1);
     barrier_wait(bar.ring_full + 8 * slot, (i / RING) & 1);
     const int4 keys = load_shared4(base + AT_RING + slot * 64 + 16);
-    __syncwarp();
-    if (lane == 0) barrier_arrive(bar.ring_empty + 8 * slot);
+    barrier_arrive(bar.ring_empty + 8 * slot);
 #pragma unroll 1
     for (int n = 0; n < keys.x; n++) {
       if (!tile_is_partial(n, keys.y, keys.z)) continue;
@@ -248,8 +248,7 @@ __device__ __forceinline__ void attend(int num_items, u32 base, const Barriers& 
     const int head = load_shared1(item + 40 + 4 * second), token = load_shared1(item + 48 + 4 * second) + further;
     const int rows = load_shared1(item + 56 + 4 * second) - further;
     const int own = load_shared1(item + 28) + token - load_shared1(item + 48);  // of the group's first row
-    __syncwarp();
-    if (lane == 0) barrier_arrive(bar.ring_empty + 8 * slot);
+    barrier_arrive(bar.ring_empty + 8 * slot);
 
     // Where this thread's two rows begin and end to see keys, less the column that the thread starts with.
     const int column = (lane & 3) * 2;
@@ -360,7 +359,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
       barrier_init(bar.v_full + 8 * i, 1), barrier_init(bar.v_empty + 8 * i, CONSUMER_WARPS);
       barrier_init(bar.v_landed + 8 * i, 1);
     }
-    for (int i = 0; i < RING; i++) barrier_init(bar.ring_full + 8 * i, 1), barrier_init(bar.ring_empty + 8 * i, CONSUMER_WARPS + 1);
+    for (int i = 0; i < RING; i++) barrier_init(bar.ring_full + 8 * i, 32), barrier_init(bar.ring_empty + 8 * i, 32 * (CONSUMER_WARPS + 1));
     barrier_init_done();
     prefetch_map(&tq), prefetch_map(&tk), prefetch_map(&tv);
   }

@@ -152,6 +152,11 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
       : "memory");
 }
 
+// Announces bytes without arriving: another thread arrives once it has done its part.
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
 // A hardware barrier among `threads` threads; 0 is the block's own.
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
