@@ -186,6 +186,94 @@ impl Case {
         Results { all }
     }
 
+    /// The case without softcap and dropout, which the textbook does not know.
+    pub(crate) fn plain(&self) -> Self {
+        let mut plain = AttentionOptions::new();
+        plain.scale = self.options.scale;
+        Self {
+            segments: self.segments.clone(),
+            problem: self.problem,
+            options: plain,
+            values: self.values.clone(),
+            sinks: self.sinks.clone(),
+            dtype: self.dtype,
+        }
+    }
+
+    /// Attention as a textbook writes it, every number in f32, on the host. For a [`Self::plain`] case.
+    pub(crate) fn textbook(&self) -> Results {
+        let p = &self.problem;
+        let [q, k, v, dout] = &self.values;
+        let mut out = vec![0.0f32; p.out_shape().iter().product()];
+        let mut lse = vec![f32::NEG_INFINITY; p.lse_shape().iter().product()];
+        let mut dq = vec![0.0f32; q.len()];
+        let (mut dk, mut dv) = (vec![0.0f32; k.len()], vec![0.0f32; v.len()]);
+        let mut dsinks = vec![0.0f32; p.num_heads];
+        let (d, e) = (p.head_dim, p.v_head_dim);
+        let scale = self.options.scale_for(d) as f32;
+        let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f32>();
+        for (s, head) in self
+            .segments
+            .iter()
+            .flat_map(|s| (0..p.num_heads).map(move |h| (s, h)))
+        {
+            for t in s.num_blind_queries()..s.num_q() {
+                let row = (s.q_row * p.num_heads + head) * p.q_tokens + s.q.start + t;
+                let first = (s.k_row * p.num_kv_heads + head / p.group()) * p.k_tokens + s.k.start;
+                let keys: Vec<usize> = s.visible_keys(t).map(|j| first + j).collect();
+                let query = &q[row * d..(row + 1) * d];
+                let scores = keys
+                    .iter()
+                    .map(|key| scale * dot(query, &k[key * d..(key + 1) * d]));
+                let scores: Vec<f32> = scores.collect();
+                let max = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+                let sum: f32 = scores.iter().map(|score| (score - max).exp()).sum();
+                lse[row] = max + sum.ln();
+                let sink = self
+                    .sinks
+                    .as_ref()
+                    .map_or(0.0, |sinks| (sinks[head] - max).exp());
+                let grad = &dout[row * e..(row + 1) * e];
+                let weights = scores
+                    .iter()
+                    .map(|score| (score - max).exp() / (sum + sink));
+                let weights: Vec<f32> = weights.collect();
+                let dp = keys.iter().map(|key| dot(grad, &v[key * e..(key + 1) * e]));
+                let dp: Vec<f32> = dp.collect();
+                let delta = dot(&weights, &dp);
+                dsinks[head] -= sink / (sum + sink) * delta;
+                for ((key, weight), dp) in keys.iter().zip(&weights).zip(&dp) {
+                    let ds = scale * weight * (dp - delta);
+                    for x in 0..e {
+                        out[row * e + x] += weight * v[key * e + x];
+                        dv[key * e + x] += weight * grad[x];
+                    }
+                    for x in 0..d {
+                        dq[row * d + x] += ds * k[key * d + x];
+                        dk[key * d + x] += ds * query[x];
+                    }
+                }
+            }
+        }
+        let mut all = vec![
+            ("out", out),
+            ("lse", lse),
+            ("dq", dq),
+            ("dk", dk),
+            ("dv", dv),
+        ];
+        if self.sinks.is_some() {
+            all.push(("dsinks", dsinks));
+        }
+        let wide = |values: Vec<f32>| values.into_iter().map(f64::from).collect();
+        Results {
+            all: all
+                .into_iter()
+                .map(|(name, values)| (name, wide(values)))
+                .collect(),
+        }
+    }
+
     pub(crate) fn expected(&self) -> Results {
         let wide = |values: &[f32]| values.iter().map(|x| f64::from(*x)).collect::<Vec<f64>>();
         let [q, k, v, dout] = self.values.each_ref().map(|values| wide(values));

@@ -25,14 +25,13 @@ pub trait AttentionRuntime: CubeRuntime {
     /// What a user calls the runtime; for messages.
     const NAME: &'static str;
 
-    /// Why the runtime's own kernels do not serve a pass of this call, if so.
+    /// Why the runtime's own kernels do not serve this call, if so.
     #[doc(hidden)]
     fn own_check(
         device: &Self::Device,
         _problem: &AttentionProblem,
         _dtype: DType,
         _options: &AttentionOptions,
-        _backward: bool,
     ) -> Result<(), AttentionError> {
         Err(AttentionError::Routine {
             routine: Routine::Hopper,
@@ -69,13 +68,12 @@ impl AttentionRuntime for cubecl::wgpu::WgpuRuntime {
     const NAME: &'static str = "wgpu";
 }
 
-/// The routine of one pass of a call, or why there is none.
+/// The routine of a call, or why there is none.
 fn choose<R: AttentionRuntime>(
     problem: &AttentionProblem,
     dtype: DType,
     device: &R::Device,
     options: &AttentionOptions,
-    backward: bool,
 ) -> Result<RoutineChoice, AttentionError> {
     let forced = |routine| Ok(RoutineChoice::new(routine, "forced"));
     match options.routine {
@@ -85,7 +83,7 @@ fn choose<R: AttentionRuntime>(
             forced(Routine::Portable)
         }
         Some(Routine::Hopper) => {
-            R::own_check(device, problem, dtype, options, backward)?;
+            R::own_check(device, problem, dtype, options)?;
             forced(Routine::Hopper)
         }
         Some(routine) => Err(AttentionError::Routine {
@@ -93,7 +91,7 @@ fn choose<R: AttentionRuntime>(
             expected: "a build that has it".into(),
             got: "composed, portable and hopper".into(),
         }),
-        None => match R::own_check(device, problem, dtype, options, backward) {
+        None => match R::own_check(device, problem, dtype, options) {
             Ok(()) => Ok(RoutineChoice::new(
                 Routine::Hopper,
                 "made for this device, dtype and size of vectors",
@@ -145,7 +143,7 @@ where
         let run = || -> Result<_, AttentionError> {
             let problem = check_inputs::<Self>(&input, segments, options)?;
             let q = &input.q;
-            match choose::<R>(&problem, q.dtype, &q.device, options, false)?.routine {
+            match choose::<R>(&problem, q.dtype, &q.device, options)?.routine {
                 Routine::Composed => {
                     Ok(composed::forward::<Self>(input.clone(), segments, options))
                 }
@@ -164,7 +162,7 @@ where
         let run = || -> Result<_, AttentionError> {
             let problem = check_backward::<Self>(&input, segments, options)?;
             let q = &input.q;
-            let choice = choose::<R>(&problem, q.dtype, &q.device, options, true)?;
+            let choice = choose::<R>(&problem, q.dtype, &q.device, options)?;
             let one_dtype = input.out.dtype == q.dtype && input.dout.dtype == q.dtype;
             match choice.routine {
                 // Merged outputs may be wider than the inputs, which its kernels do not read.
@@ -193,6 +191,6 @@ where
         device: &Device<Self>,
         options: &AttentionOptions,
     ) -> Result<RoutineChoice, AttentionError> {
-        choose::<R>(problem, dtype, device, options, false)
+        choose::<R>(problem, dtype, device, options)
     }
 }

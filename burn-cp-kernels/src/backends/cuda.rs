@@ -11,7 +11,7 @@ use crate::{
         AttentionOptions, AttentionOutput, AttentionProblem, Routine, Segments,
     },
     launch::hopper,
-    routines::hopper::{Pass, check},
+    routines::hopper::check,
 };
 
 impl AttentionRuntime for CudaRuntime {
@@ -22,7 +22,6 @@ impl AttentionRuntime for CudaRuntime {
         problem: &AttentionProblem,
         dtype: DType,
         options: &AttentionOptions,
-        backward: bool,
     ) -> Result<(), AttentionError> {
         let client = Self::client(device);
         let tma = client.properties().features.tma;
@@ -35,12 +34,7 @@ impl AttentionRuntime for CudaRuntime {
                 got: format!("another capability on {device:?}"),
             });
         }
-        let pass = if backward {
-            Pass::Backward
-        } else {
-            Pass::Forward
-        };
-        check(problem, dtype, options, pass)
+        check(problem, dtype, options)
     }
 
     fn own_forward(

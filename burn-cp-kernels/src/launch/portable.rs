@@ -14,7 +14,8 @@ use cubecl::{
 use super::{
     schedule::{Tables, tables},
     tensors::{
-        address_type, arg, empty, empty_like, table, unused, vector_size, with_contiguous_dim,
+        address_type, arg, empty, empty_like, filled, table, unused, vector_size,
+        with_contiguous_dim,
     },
 };
 use crate::{
@@ -123,6 +124,17 @@ pub(crate) fn forward<R: CubeRuntime>(
     let out = empty_like(&q, problem.out_shape(), q.dtype);
     let lse = empty(&q, &problem.lse_shape(), DType::F32);
     let tiles = call.tables.num_row_tiles;
+    if problem.k_tokens * problem.k_batch == 0 {
+        // Nothing to bind: devices refuse empty buffers.
+        let zero = filled(&q, problem.out_shape().into(), 0.0, q.dtype);
+        let blind = filled(
+            &q,
+            problem.lse_shape().into(),
+            f32::NEG_INFINITY,
+            DType::F32,
+        );
+        return Ok(AttentionOutput::new(zero, blind));
+    }
     if tiles > 0 {
         let num_sinks = input.sinks.as_ref().map_or(1, |_| problem.num_heads);
         let sinks = match input.sinks {
@@ -165,6 +177,18 @@ pub(crate) fn backward<R: CubeRuntime>(
 ) -> Result<AttentionGradients<CubeTensor<R>>, AttentionError> {
     let call = Call::new(&input.q, problem, segments, options, input.sinks.is_some())?;
     let [q, k, v] = [input.q, input.k, input.v].map(with_contiguous_dim);
+    if problem.num_heads * problem.q_tokens * problem.q_batch == 0
+        || problem.k_tokens * problem.k_batch == 0
+    {
+        let dsinks = input.sinks.map(|sinks| {
+            let shape = [problem.num_heads].into();
+            filled(&sinks, shape, 0.0, sinks.dtype)
+        });
+        let zero = |shape: [usize; 4]| filled(&q, shape.into(), 0.0, q.dtype);
+        let dq = zero(problem.q_shape());
+        let (dk, dv) = (zero(problem.k_shape()), zero(problem.v_shape()));
+        return Ok(AttentionGradients::new(dq, dk, dv).with_dsinks(dsinks));
+    }
     let [out, dout] = [input.out, input.dout].map(with_contiguous_dim);
     let lse = match input.lse.dtype {
         DType::F32 => input.lse,

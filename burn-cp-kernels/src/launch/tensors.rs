@@ -1,8 +1,10 @@
 //! Tensors as kernels take them.
 
 use burn::tensor::{DType, Shape, TensorMetadata};
-use burn_cubecl::{CubeRuntime, kernel::into_contiguous, tensor::CubeTensor};
-use cubecl::prelude::{AddressType, ArrayArg, TensorArg};
+use burn_cubecl::{
+    CubeRuntime, kernel::into_contiguous, ops::numeric::full_device_dtype, tensor::CubeTensor,
+};
+use cubecl::prelude::{AddressType, ArrayArg, InputScalar, TensorArg};
 use cubecl::{client::ComputeClient, server::Handle};
 
 /// A tensor whose last dim is contiguous: itself, or a copy.
@@ -65,6 +67,21 @@ pub(crate) fn empty<R: CubeRuntime>(
         .empty(shape.num_elements().max(1) * dtype.size());
     let (client, device) = (like.client.clone(), like.device.clone());
     CubeTensor::new_contiguous(client, device, shape, handle, dtype)
+}
+
+/// A contiguous tensor of one value on the device of `like`; without elements, a tensor all the same.
+pub(crate) fn filled<R: CubeRuntime>(
+    like: &CubeTensor<R>,
+    shape: Vec<usize>,
+    value: f32,
+    dtype: DType,
+) -> CubeTensor<R> {
+    if shape.contains(&0) {
+        return empty(like, &shape, dtype);
+    }
+    let value = InputScalar::new(value, dtype);
+    let (client, device) = (like.client.clone(), like.device.clone());
+    full_device_dtype(client, shape.into(), device, value, dtype)
 }
 
 /// The address type with which kernels reach every number of these tensors.

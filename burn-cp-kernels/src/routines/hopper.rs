@@ -4,24 +4,14 @@ use burn::tensor::DType;
 
 use crate::definition::{AttentionError, AttentionOptions, AttentionProblem, Routine};
 
-/// `(head_dim, v_head_dim)` of the forward kernels.
-pub(crate) const FORWARD_DIMS: [(usize, usize); 4] = [(64, 64), (128, 128), (192, 128), (256, 256)];
-/// `(head_dim, v_head_dim)` of the backward kernels.
-pub(crate) const BACKWARD_DIMS: [(usize, usize); 2] = [(64, 64), (128, 128)];
-
-/// One of the two passes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Pass {
-    Forward,
-    Backward,
-}
+/// `(head_dim, v_head_dim)` of the kernels.
+pub(crate) const DIMS: [(usize, usize); 4] = [(64, 64), (128, 128), (192, 128), (256, 256)];
 
 /// Refuses what the kernels do not serve. The device is not looked at.
 pub(crate) fn check(
     problem: &AttentionProblem,
     dtype: DType,
     options: &AttentionOptions,
-    pass: Pass,
 ) -> Result<(), AttentionError> {
     if !matches!(dtype, DType::F16 | DType::BF16) {
         return Err(AttentionError::DType {
@@ -30,19 +20,23 @@ pub(crate) fn check(
             got: format!("{dtype:?}"),
         });
     }
-    let dims = match pass {
-        Pass::Forward => &FORWARD_DIMS[..],
-        Pass::Backward => &BACKWARD_DIMS[..],
-    };
-    if !dims.contains(&(problem.head_dim, problem.v_head_dim)) {
+    if !DIMS.contains(&(problem.head_dim, problem.v_head_dim)) {
         return Err(AttentionError::HeadDim {
             what: "head_dim",
             routine: Routine::Hopper,
             expected: format!(
-                "(head_dim, v_head_dim) one of {dims:?}, v_head_dim being {}",
+                "(head_dim, v_head_dim) one of {DIMS:?}, v_head_dim being {}",
                 problem.v_head_dim
             ),
             got: problem.head_dim,
+        });
+    }
+    if problem.q_tokens == 0 || problem.k_tokens == 0 {
+        // The copy engine takes no empty tensor.
+        return Err(AttentionError::Shape {
+            what: "q and k",
+            expected: "tokens, in routine hopper".into(),
+            got: format!("{:?} and {:?}", problem.q_shape(), problem.k_shape()),
         });
     }
     let refuse = |what, expected, got: String| {

@@ -86,7 +86,6 @@ struct PlanKey {
 struct Call<'a> {
     client: Client,
     problem: &'a AttentionProblem,
-    segments: &'a Segments,
     options: &'a AttentionOptions,
     variant: Variant,
     num_blocks: usize,
@@ -96,7 +95,6 @@ impl<'a> Call<'a> {
     fn new(
         q: &Tensor,
         problem: &'a AttentionProblem,
-        segments: &'a Segments,
         options: &'a AttentionOptions,
         sinks: bool,
     ) -> Self {
@@ -104,7 +102,6 @@ impl<'a> Call<'a> {
         Self {
             client: q.client.clone(),
             problem,
-            segments,
             options,
             variant: Variant::new(
                 problem,
@@ -228,7 +225,7 @@ pub(crate) fn forward(
     options: &AttentionOptions,
 ) -> AttentionOutput<Tensor> {
     let [q, k, v] = [input.q, input.k, input.v].map(copyable);
-    let call = Call::new(&q, problem, segments, options, input.sinks.is_some());
+    let call = Call::new(&q, problem, options, input.sinks.is_some());
     let out = empty_like(&q, problem.out_shape(), q.dtype);
     let lse = empty(&q, &problem.lse_shape(), DType::F32);
     let (plan, num_items) = tables(&q, segments, call.key(false), || {
@@ -281,7 +278,7 @@ pub(crate) fn backward(
         DType::F32 => input.lse,
         _ => cast(input.lse, DType::F32),
     });
-    let call = Call::new(&q, problem, segments, options, input.sinks.is_some());
+    let call = Call::new(&q, problem, options, input.sinks.is_some());
     let (plan, num_items) = tables(&q, segments, call.key(true), || {
         let plan = plan::backward(segments, problem, call.num_blocks);
         let tables = vec![
@@ -336,10 +333,11 @@ pub(crate) fn backward(
         call.launch(Entry::BackwardBegin, per_tile, vec![], &begin);
     }
     if num_items > 0 {
+        let keys = plan::backward_keys(problem.head_dim);
         let maps = vec![
             map(&q, QUERY_ROWS),
-            map(&k, 128),
-            map(&v, 128),
+            map(&k, keys),
+            map(&v, keys),
             map(&dout, QUERY_ROWS),
         ];
         let buffers = [

@@ -14,12 +14,13 @@ use crate::{
 /// A record of a table.
 pub(crate) type Record = [i32; 16];
 
-/// Keys per tile of the backward pass.
-const BACKWARD_KEYS: i64 = 128;
 /// Query rows that one warpgroup of the forward pass computes.
 const GROUP_ROWS: i64 = 64;
 /// Tiles of keys per group at most.
 const MAX_SPAN: usize = 16;
+
+/// Largest number of keys per tile; the others divide it.
+const MAX_KEYS: usize = 128;
 
 /// Keys per tile of the forward pass.
 pub(super) fn forward_keys(head_dim: usize) -> usize {
@@ -33,6 +34,11 @@ pub(super) fn forward_groups(head_dim: usize, v_head_dim: usize) -> usize {
     } else {
         2
     }
+}
+
+/// Keys per tile of the backward pass.
+pub(super) fn backward_keys(head_dim: usize) -> usize {
+    if head_dim <= 128 { 128 } else { 64 }
 }
 
 /// Queries per tile of the backward pass.
@@ -83,7 +89,7 @@ fn runs(segments: &Segments) -> Vec<Run> {
             k_row: segment.k_row as i64,
             k: segment.k.start as i64..segment.k.end as i64,
             // Only its place in a tile matters.
-            position: (segment.k_position % BACKWARD_KEYS as usize) as i64,
+            position: (segment.k_position % MAX_KEYS) as i64,
             left: left.into(),
             right: right.into(),
         }
@@ -234,45 +240,44 @@ pub(crate) fn backward(
         first_tile: &first_tile,
         problem,
         queries,
+        keys: backward_keys(problem.head_dim) as i64,
         span,
         visits: Vec::new(),
     };
-    let key_runs = key_runs(&runs, batch, tokens as i64);
-    let all: Vec<Vec<Vec<Record>>> = key_runs.iter().map(|keys| maker.groups(keys)).collect();
-    let steps = |groups: &[Vec<Record>]| -> i64 {
-        groups.iter().flatten().map(|item| i64::from(item[5])).sum()
-    };
-    let total: i64 = all.iter().map(|groups| steps(groups)).sum();
     let mut chunks = Vec::new();
-    for (index, (keys, mut groups)) in key_runs.iter().zip(all).enumerate() {
-        let tiles = keys.num_tiles() as usize;
-        let long = tiles >= 3 * span || (tiles >= 2 * span && 2 * steps(&groups) >= total);
+    for (index, keys) in key_runs(&runs, batch, tokens as i64, maker.keys)
+        .iter()
+        .enumerate()
+    {
+        // Never more than that of an earlier chunk: the order of a run's chunks is fixed.
         let mut key = i64::MAX;
-        for (group, chunk) in groups.drain(..).enumerate() {
-            if group.is_multiple_of(2) {
-                key = key.min(chunk.iter().map(|item| item[5].into()).max().unwrap_or(0));
-            }
-            let chunk = match long && !group.is_multiple_of(2) {
-                true => rising(chunk),
-                false => chunk,
-            };
+        for (group, chunk) in maker.groups(keys).into_iter().enumerate() {
+            key = key.min(chunk.iter().map(|item| item[5].into()).max().unwrap_or(0));
             chunks.push(((Reverse(key), index, group), chunk));
         }
     }
     chunks.sort_by_key(|(key, _)| *key);
+    let directed = chunks
+        .into_iter()
+        .enumerate()
+        .map(|(n, (_, chunk))| match n % 2 {
+            0 => chunk,
+            _ => rising(chunk),
+        });
+    let items = directed.flatten().collect();
     let mut visits = maker.visits;
     if visits.is_empty() {
         visits.push([0; 16]);
     }
     BackwardPlan {
-        items: chunks.into_iter().flat_map(|(_, chunk)| chunk).collect(),
+        items,
         visits,
         q_tiles,
     }
 }
 
-/// A chunk from its first tile to its last. Blocks that walk neighbouring groups in opposite directions stay in
-/// step, so that one of them finds in cache what the other has read.
+/// A chunk from its first tile to its last. Chunks that are walked one after the other in opposite directions keep
+/// blocks in step, so that one of them finds in cache what the other has read.
 fn rising(mut chunk: Vec<Record>) -> Vec<Record> {
     chunk.iter_mut().for_each(|item| item[10] = 1);
     chunk.sort_by_key(|item| item[1]);
@@ -294,12 +299,12 @@ impl KeyRun {
         self.tokens.start - self.phase
     }
 
-    fn num_tiles(&self) -> i64 {
-        (self.tokens.end - self.origin() + BACKWARD_KEYS - 1) / BACKWARD_KEYS
+    fn num_tiles(&self, keys: i64) -> i64 {
+        (self.tokens.end - self.origin() + keys - 1) / keys
     }
 }
 
-fn key_runs(runs: &[Run], batch: usize, tokens: i64) -> Vec<KeyRun> {
+fn key_runs(runs: &[Run], batch: usize, tokens: i64, keys: i64) -> Vec<KeyRun> {
     let gap = |row: usize, tokens: Range<i64>| KeyRun {
         row: row as i64,
         tokens,
@@ -325,7 +330,7 @@ fn key_runs(runs: &[Run], batch: usize, tokens: i64) -> Vec<KeyRun> {
                     }
                     all.push(KeyRun {
                         members: vec![index],
-                        phase: run.position,
+                        phase: run.position % keys,
                         ..gap(row, run.k.clone())
                     });
                     open = true;
@@ -346,6 +351,7 @@ struct Maker<'a> {
     first_tile: &'a [i64],
     problem: &'a AttentionProblem,
     queries: i64,
+    keys: i64,
     span: usize,
     visits: Vec<Record>,
 }
@@ -353,20 +359,20 @@ struct Maker<'a> {
 impl Maker<'_> {
     /// The items of a run of keys, group by group, from the last tile to the first.
     fn groups(&mut self, keys: &KeyRun) -> Vec<Vec<Record>> {
-        let (num_tiles, span) = (keys.num_tiles(), self.span as i64);
+        let (num_tiles, span) = (keys.num_tiles(self.keys), self.span as i64);
         let mut groups = Vec::new();
         for first in (0..num_tiles).step_by(self.span) {
             let last = num_tiles.min(first + span);
             let mut chunk = Vec::new();
             for tile in (first..last).rev() {
                 let [visit, end, count] = self.visit(keys, tile);
-                let token = keys.origin() + tile * BACKWARD_KEYS;
+                let token = keys.origin() + tile * self.keys;
                 for kv_head in 0..self.problem.num_kv_heads as i64 {
                     chunk.push(record(&[
                         keys.row,
                         token,
                         (keys.tokens.start - token).max(0),
-                        (keys.tokens.end - token).min(BACKWARD_KEYS),
+                        (keys.tokens.end - token).min(self.keys),
                         kv_head,
                         self.problem.group() as i64 * count,
                         visit,
@@ -388,15 +394,15 @@ impl Maker<'_> {
         for &index in &keys.members {
             let run = &self.runs[index];
             // The tile's first key, counted within the segment.
-            let key = keys.origin() + tile * BACKWARD_KEYS - run.k.start;
+            let key = keys.origin() + tile * self.keys - run.k.start;
             let tiles = (run.num_q() + self.queries - 1) / self.queries;
             let seen = |n: i64| {
                 let t = n * self.queries;
                 run.seen(t, self.queries.min(run.num_q() - t))
             };
             let first = first_where(tiles, |n| seen(n).end > key.max(0));
-            let last = first_where(tiles, |n| seen(n).start >= key + BACKWARD_KEYS);
-            if key >= run.num_k() || key + BACKWARD_KEYS <= 0 || first >= last {
+            let last = first_where(tiles, |n| seen(n).start >= key + self.keys);
+            if key >= run.num_k() || key + self.keys <= 0 || first >= last {
                 continue;
             }
             let t = first * self.queries;

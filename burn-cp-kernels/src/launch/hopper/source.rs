@@ -13,10 +13,12 @@ use cubecl::{
 use super::plan;
 use crate::definition::AttentionProblem;
 
-/// The entry points, by file.
+/// The files, in `kernels/hopper`.
 const PRIMITIVES: &str = include_str!("../../kernels/hopper/primitives.cuh");
 const FORWARD: &str = include_str!("../../kernels/hopper/forward.cu");
+const BACKWARD_ROLES: &str = include_str!("../../kernels/hopper/backward_roles.cuh");
 const BACKWARD: &str = include_str!("../../kernels/hopper/backward.cu");
+const BACKWARD_WIDE: &str = include_str!("../../kernels/hopper/backward_wide.cu");
 const BACKWARD_ENDS: &str = include_str!("../../kernels/hopper/backward_ends.cu");
 
 /// The kernels of the routine.
@@ -86,11 +88,14 @@ impl Source {
         }
     }
 
-    fn file(&self) -> &'static str {
+    fn files(&self) -> Vec<&'static str> {
         match self.entry {
-            Entry::Forward => FORWARD,
-            Entry::Backward => BACKWARD,
-            _ => BACKWARD_ENDS,
+            Entry::Forward => vec![PRIMITIVES, FORWARD],
+            Entry::Backward if self.variant.head_dim > 128 => {
+                vec![PRIMITIVES, BACKWARD_ROLES, BACKWARD_WIDE]
+            }
+            Entry::Backward => vec![PRIMITIVES, BACKWARD_ROLES, BACKWARD],
+            _ => vec![PRIMITIVES, BACKWARD_ENDS],
         }
     }
 
@@ -119,16 +124,19 @@ impl Source {
                 1024 + tiles + 4 * 64 + 80 + 40 * stages
             }
             Entry::Backward => {
-                let queries = plan::backward_queries(dim);
-                let tiles = 256 * (dim + v_dim) + 4 * queries * (dim + v_dim);
-                tiles + 512 * queries + 8 * queries * dim + 16 * queries + 256 + 128 + 88 + 64
+                let (keys, queries) = (plan::backward_keys(dim), plan::backward_queries(dim));
+                let stages = if dim > 192 { 1 } else { 2 };
+                let (weights, buffers) = if dim > 128 { (8, 1) } else { (4, 2) };
+                let tiles = 2 * (keys + stages * queries) * (dim + v_dim);
+                let sums = weights * keys * queries + 4 * buffers * queries * dim;
+                tiles + sums + 8 * stages * queries + 472 + 32 * stages
             }
             _ => 0,
         }
     }
 
     fn text(&self) -> String {
-        [&self.variant.defines(), PRIMITIVES, self.file()].join("\n")
+        self.variant.defines() + &self.files().join("\n")
     }
 }
 
@@ -136,7 +144,7 @@ impl KernelMetadata for Source {
     fn id(&self) -> KernelId {
         // Compiled kernels may be kept on disk under their id: another source must be another kernel.
         let mut hasher = DefaultHasher::new();
-        (PRIMITIVES, self.file()).hash(&mut hasher);
+        self.files().hash(&mut hasher);
         KernelId::new::<Self>()
             .info((self.entry, self.variant, hasher.finish()))
             .cube_dim(CubeDim::new_1d(self.threads()))

@@ -121,8 +121,8 @@ fn forward_items_hold_exactly_the_visible_pairs_of_each_head() {
 
 /// How many shares a tile of queries has got before that of this tile of keys, as the kernel counts them:
 /// `keys` are those that it sees, from the tile's first one on.
-fn turn(keys: Range<i32>, item: &Record) -> i32 {
-    let (first, last) = (keys.start >> 7, (keys.end - 1) >> 7);
+fn turn(keys: Range<i32>, item: &Record, size: i32) -> i32 {
+    let (first, last) = (keys.start.div_euclid(size), (keys.end - 1).div_euclid(size));
     match item[10] {
         1 => -first,
         _ => item[8].max(first) - first + item[9].min(last),
@@ -134,6 +134,7 @@ fn backward_items_hold_exactly_the_visible_pairs_and_shares_have_one_order() {
     each(|segments, problem, num_blocks| {
         let plan = backward(segments, problem, num_blocks);
         let queries = backward_queries(problem.head_dim) as i32;
+        let size = backward_keys(problem.head_dim) as i32;
         let (_, tokens) = segments.k_shape();
         let (mut rows, mut pairs) = (HashSet::new(), Vec::new());
         let mut shares: HashMap<(i32, i32), i32> = HashMap::new();
@@ -152,13 +153,13 @@ fn backward_items_hold_exactly_the_visible_pairs_and_shares_have_one_order() {
                     let seen = visit[5].max(own - visit[7])
                         ..visit[6].min((own + count).saturating_add(visit[8]));
                     let before = shares.entry((item[4], visit[9] + tile)).or_default();
-                    assert_eq!(turn(seen, item), *before);
+                    assert_eq!(turn(seen, item, size), *before);
                     *before += 1;
                     if item[4] > 0 {
                         continue;
                     }
                     for row in 0..count {
-                        for key in visit[5].max(0)..visit[6].min(128) {
+                        for key in visit[5].max(0)..visit[6].min(size) {
                             let own = own + row;
                             if key >= own - visit[7] && key <= own.saturating_add(visit[8]) {
                                 pairs.push((token + row, item[1] + key));
