@@ -183,8 +183,8 @@ __device__ __forceinline__ void differentiate(const Buffers& buf, u32 base, cons
       products_commit();
       products_wait<1>();
       pin(dv), pin(dk), pin(p), pin(ds);
-      // Only dQ is still under way, and it reads no queries.
-      if (lane == 0) barrier_arrive(bar.step_empty + 8 * stage);
+      // Only dQ is still under way, and it reads no queries. Every thread arrives: each has read row statistics.
+      barrier_arrive(bar.step_empty + 8 * stage);
       // The next step's scores keep the tensor cores busy while this step's share leaves. After the last
       // step they are scores of stale queries, which nobody reads: a branch around products would make the
       // compiler wait for each of them.
@@ -217,8 +217,8 @@ __device__ __forceinline__ void differentiate(const Buffers& buf, u32 base, cons
     const i64* stride = buf.params;
     const float factor = __int_as_float((int)stride[6]);
     half_bits* to = buf.dk + place.x * stride[0] + kv_head * stride[1] + (i64)(place.y + key) * stride[2];
-    store_rows<HEAD_DIM>(dk, to, to + 8 * stride[2], factor, factor, row_ok, row8_ok, lane);
+    store_rows<HEAD_DIM>(dk, to, to + 8 * stride[2], (int)stride[11], factor, factor, row_ok, row8_ok, lane);
     to = buf.dv + place.x * stride[3] + kv_head * stride[4] + (i64)(place.y + key) * stride[5];
-    store_rows<V_HEAD_DIM>(dv, to, to + 8 * stride[5], 1.0f, 1.0f, row_ok, row8_ok, lane);
+    store_rows<V_HEAD_DIM>(dv, to, to + 8 * stride[5], (int)stride[12], 1.0f, 1.0f, row_ok, row8_ok, lane);
   }
 }

@@ -4,6 +4,7 @@
 // params: i64
 //   0..2 strides of out by batch row, head, token   3..5 of dout   6, 7 of lse by batch row, head
 //   8..10 of dq   11 scale (bits of an f32)   12 query heads   13 tiles of queries
+//   14, 15 columns of dq and of out
 
 #if HEAD_DIM == 64
 #define TILE_Q 128
@@ -24,6 +25,7 @@ extern "C" __global__ void __launch_bounds__(128)
   const int4 place = q_tiles[tile];
   constexpr int LANES = V_HEAD_DIM / 8, ROWS = 128 / LANES;  // 16 bytes a lane
   const int lane = threadIdx.x % LANES;
+  const bool in_columns = lane * 8 < params[15];
   float* const to = stats + ((i64)head * tiles + tile) * (2 * TILE_Q);
   const half_bits* o = out + place.x * params[0] + head * params[1] + (i64)place.y * params[2] + lane * 8;
   const half_bits* g = dout + place.x * params[3] + head * params[4] + (i64)place.y * params[5] + lane * 8;
@@ -37,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(128)
   for (int row = threadIdx.x / LANES; row < TILE_Q; row += ROWS) {
     float sum = 0.0f;
     const bool inside = row < place.z;
-    if (inside) {
+    if (inside && in_columns) {
       const uint4 a = *(const uint4*)(o + row * o_stride), b = *(const uint4*)(g + row * g_stride);
       sum = low_of(a.x) * low_of(b.x) + high_of(a.x) * high_of(b.x);
       sum += low_of(a.y) * low_of(b.y) + high_of(a.y) * high_of(b.y);
@@ -69,7 +71,7 @@ __device__ __forceinline__ void finish_part(const int4 place, const i64* params,
   }
   const int row = first_row + (thread >> 5) * 16 + (lane >> 2);
   half_bits* to = dq + place.x * params[8] + head * params[9] + (i64)(place.y + row) * params[10] + column;
-  store_rows<COLUMNS>(d, to, to + 8 * params[10], scale, scale, row < place.z, row + 8 < place.z, lane);
+  store_rows<COLUMNS>(d, to, to + 8 * params[10], (int)params[14] - column, scale, scale, row < place.z, row + 8 < place.z, lane);
 }
 
 // dQ from the f32 shares, which lie as the accumulators of two warpgroups did. A tile without a share saw no

@@ -30,6 +30,7 @@
 // params: i64
 //   0..2 strides of dk by batch row, head, token   3..5 of dv
 //   6 scale, 7 softcap (bits of an f32)   8 number of items   9 query heads per key head   10 tiles of queries
+//   11, 12 columns of dk and dv
 
 #if HEAD_DIM == 64
 // 128 queries a step where the registers hold them: fewer, larger steps.
@@ -132,8 +133,8 @@ __device__ __forceinline__ void zero_gradients(const Buffers& buf, int word, int
   for (int row = low; row < high; row++) {
     half_bits* k = buf.dk + k_row * stride[0] + kv_head * stride[1] + (i64)(k_token + row) * stride[2];
     half_bits* v = buf.dv + k_row * stride[3] + kv_head * stride[4] + (i64)(k_token + row) * stride[5];
-    if (lane < HEAD_DIM / 8) *(uint4*)(k + lane * 8) = make_uint4(0, 0, 0, 0);
-    if (lane < V_HEAD_DIM / 8) *(uint4*)(v + lane * 8) = make_uint4(0, 0, 0, 0);
+    if (lane * 8 < stride[11]) *(uint4*)(k + lane * 8) = make_uint4(0, 0, 0, 0);
+    if (lane * 8 < stride[12]) *(uint4*)(v + lane * 8) = make_uint4(0, 0, 0, 0);
   }
 }
 
@@ -344,7 +345,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     for (int i = 0; i < DQ_BUFFERS; i++) barrier_init(bar.dq_full + 8 * i, CONSUMER_WARPS), barrier_init(bar.dq_empty + 8 * i, 1);
     for (int i = 0; i < STAGES; i++) {
       barrier_init(bar.q_full + 8 * i, 1), barrier_init(bar.o_full + 8 * i, 1), barrier_init(bar.q_landed + 8 * i, 1);
-      barrier_init(bar.step_empty + 8 * i, CONSUMER_WARPS);
+      barrier_init(bar.step_empty + 8 * i, 32 * CONSUMER_WARPS);
     }
     for (int i = 0; i < RING; i++) barrier_init(bar.ring_full + 8 * i, 32), barrier_init(bar.ring_empty + 8 * i, 32 * (CONSUMER_WARPS + 1 + DQ_BUFFERS));
     barrier_init_done();

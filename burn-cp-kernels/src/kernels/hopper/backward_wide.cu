@@ -168,12 +168,12 @@ __device__ __forceinline__ void differentiate_half(const Buffers& buf, u32 base,
       issue(STAGE_OF(next));
       products_wait<2>();
       pin(dv), pin(dk);
-      if (lane == 0) barrier_arrive(bar.step_empty + 8 * stage);
+      barrier_arrive(bar.step_empty + 8 * stage);
       products_wait<1>();
 #else
       products_wait<1>();
       pin(dv), pin(dk);
-      if (lane == 0) barrier_arrive(bar.step_empty + 8 * stage);
+      barrier_arrive(bar.step_empty + 8 * stage);
       products_wait<0>();
 #endif
       pin(dq);
@@ -197,9 +197,9 @@ __device__ __forceinline__ void differentiate_half(const Buffers& buf, u32 base,
     const bool row_ok = key >= place.z && key < place.w, row8_ok = key + 8 >= place.z && key + 8 < place.w;
     const i64* stride = buf.params;
     half_bits* to = buf.dk + place.x * stride[0] + kv_head * stride[1] + (i64)(place.y + key) * stride[2] + Own::K_FIRST;
-    store_rows<Own::K>(dk, to, to + 8 * stride[2], scale, scale, row_ok, row8_ok, lane);
+    store_rows<Own::K>(dk, to, to + 8 * stride[2], (int)stride[11] - Own::K_FIRST, scale, scale, row_ok, row8_ok, lane);
     to = buf.dv + place.x * stride[3] + kv_head * stride[4] + (i64)(place.y + key) * stride[5] + Own::V_FIRST;
-    store_rows<Own::V>(dv, to, to + 8 * stride[5], 1.0f, 1.0f, row_ok, row8_ok, lane);
+    store_rows<Own::V>(dv, to, to + 8 * stride[5], (int)stride[12] - Own::V_FIRST, 1.0f, 1.0f, row_ok, row8_ok, lane);
   }
 }
 

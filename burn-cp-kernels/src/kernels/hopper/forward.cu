@@ -21,7 +21,7 @@
 // lists: gridDim.x + 1 x i32, block b's items are lists[b] .. lists[b + 1]
 // params: i64
 //   0..2 strides of out by batch row, head, token   3, 4 strides of lse by batch row, head (in elements)
-//   5 scale (bits of an f32)   6 softcap (bits of an f32)
+//   5 scale (bits of an f32)   6 softcap (bits of an f32)   7 columns of out
 
 // Small heads leave registers for a third group, which hides more of the exponentials.
 #if HEAD_DIM == 64 && V_HEAD_DIM == 64
@@ -333,7 +333,7 @@ __device__ __forceinline__ void attend(int num_items, u32 base, const Barriers& 
     float lse0, lse8;
     const float f0 = finish_row(r0, natural, lse0, sink), f8 = finish_row(r8, natural, lse8, sink);
     half_bits* to = out + q_row * params[0] + head * params[1] + (i64)(token + row) * params[2];
-    store_rows<V_HEAD_DIM>(o, to, to + 8 * params[2], f0, f8, row < rows, row + 8 < rows, lane);
+    store_rows<V_HEAD_DIM>(o, to, to + 8 * params[2], (int)params[7], f0, f8, row < rows, row + 8 < rows, lane);
     if ((lane & 3) == 0) {
       float* at = lse + q_row * params[3] + head * params[4] + token + row;
       if (row < rows) at[0] = lse0;

@@ -5,7 +5,8 @@
 // writes. There is no `#include`, so that a run-time compiler without a tool kit can build it.
 //
 // Set by the host:
-//   HEAD_DIM, V_HEAD_DIM   columns of queries and keys, and of values and outputs: multiples of 64
+//   HEAD_DIM, V_HEAD_DIM   columns of queries and keys, and of values and outputs, rounded up to multiples
+//                          of 64. The tensors may have fewer, a multiple of 8: copies fill up with zeros.
 //   ELEMENT_IS_BF16        1: bfloat16; 0: IEEE half precision
 //   HAS_SOFTCAP, HAS_SINKS 0 or 1
 
@@ -345,20 +346,21 @@ __device__ __forceinline__ void transpose_quad(u32& a, u32& b, u32& c, u32& d, i
 
 // Stores one thread's share of a 64 x N accumulator, rows `row` and `row + 8` scaled by `f0` and `f1`, as
 // 16-byte pieces: the quad holds 8 columns of a row in 4 lanes, so four such groups are transposed.
-// `to` is the first element of row `row`, or of row `row + 8` for `to8`.
+// `to` is the first element of row `row`, or of row `row + 8` for `to8`; the tensor has `columns` from there.
 template <int N>
-__device__ __forceinline__ void store_rows(const float (&d)[N / 2], half_bits* to, half_bits* to8, float f0, float f1, bool row_ok,
-                                           bool row8_ok, int lane) {
+__device__ __forceinline__ void store_rows(const float (&d)[N / 2], half_bits* to, half_bits* to8, int columns, float f0, float f1,
+                                           bool row_ok, bool row8_ok, int lane) {
   const int quad = lane & 3;
 #pragma unroll
   for (int j = 0; j < N / 8; j += 4) {
     u32 a = pack2(d[4 * j] * f0, d[4 * j + 1] * f0), b = pack2(d[4 * j + 4] * f0, d[4 * j + 5] * f0);
     u32 c = pack2(d[4 * j + 8] * f0, d[4 * j + 9] * f0), e = pack2(d[4 * j + 12] * f0, d[4 * j + 13] * f0);
     transpose_quad(a, b, c, e, lane);
-    if (row_ok) *(uint4*)(to + (j + quad) * 8) = make_uint4(a, b, c, e);
+    const bool inside = (j + quad) * 8 < columns;
+    if (row_ok && inside) *(uint4*)(to + (j + quad) * 8) = make_uint4(a, b, c, e);
     a = pack2(d[4 * j + 2] * f1, d[4 * j + 3] * f1), b = pack2(d[4 * j + 6] * f1, d[4 * j + 7] * f1);
     c = pack2(d[4 * j + 10] * f1, d[4 * j + 11] * f1), e = pack2(d[4 * j + 14] * f1, d[4 * j + 15] * f1);
     transpose_quad(a, b, c, e, lane);
-    if (row8_ok) *(uint4*)(to8 + (j + quad) * 8) = make_uint4(a, b, c, e);
+    if (row8_ok && inside) *(uint4*)(to8 + (j + quad) * 8) = make_uint4(a, b, c, e);
   }
 }
