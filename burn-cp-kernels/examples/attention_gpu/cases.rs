@@ -52,19 +52,19 @@ pub(crate) fn lists() -> Vec<(&'static str, Segments)> {
     };
     let new = |list, q, k| Segments::new(list, (1, q), (1, k)).expect("legal segments");
     vec![
-        ("packed", documents(&[1, 37, 0, 200, 64, 129, 300, 5])),
+        ("packed", documents(&[1, 37, 0, 100, 64, 193, 5])),
         (
             "lengths",
             new(
                 vec![
-                    causal(3..203, 0..333, 70),
-                    causal(203..243, 340..347, 0),
-                    causal(250..378, 350..861, 1000),
-                    causal(378..383, 861..861, 0),
-                    full(causal(383..400, 870..1000, 9)),
+                    causal(3..103, 0..233, 70),
+                    causal(103..143, 240..247, 0),
+                    causal(150..278, 250..561, 1000),
+                    causal(278..283, 561..561, 0),
+                    full(causal(283..300, 570..700, 9)),
                 ],
-                410,
-                1003,
+                310,
+                703,
             ),
         ),
         (

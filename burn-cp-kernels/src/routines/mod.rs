@@ -6,10 +6,13 @@
 
 mod check;
 pub(crate) mod composed;
-#[cfg(feature = "cuda")]
+#[cfg(feature = "cubecl")]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub(crate) mod hopper;
 #[cfg(feature = "cubecl")]
 pub(crate) mod portable;
 mod sinks;
+#[cfg(all(test, feature = "cubecl"))]
+mod table;
 
 pub(crate) use check::{check_backward, check_inputs};

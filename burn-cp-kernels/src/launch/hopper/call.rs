@@ -36,7 +36,8 @@ const QUERY_ROWS: usize = 64;
 struct Table<K> {
     key: (String, K),
     handles: Vec<Handle>,
-    len: usize,
+    /// Numbers of records; a handle may be longer than what was put in it.
+    lens: [usize; 2],
 }
 
 /// The tables of this kind and key on the device of `like`, made at the first call.
@@ -44,28 +45,28 @@ fn tables<K: PartialEq + Clone + Send + Sync + 'static>(
     like: &Tensor,
     segments: &Segments,
     key: K,
-    make: impl FnOnce() -> (Vec<Vec<u8>>, usize),
-) -> (Vec<Handle>, usize) {
+    make: impl FnOnce() -> (Vec<Vec<u8>>, [usize; 2]),
+) -> (Vec<Handle>, [usize; 2]) {
     let key = (format!("{:?}", like.device), key);
     let table = segments.cache().get_or_make(
         |table: &Table<K>| table.key == key,
         || {
-            let (tables, len) = make();
+            let (tables, lens) = make();
             let upload = |bytes: &Vec<u8>| like.client.create_from_slice(bytes);
             Table {
                 key: key.clone(),
                 handles: tables.iter().map(upload).collect(),
-                len,
+                lens,
             }
         },
     );
-    (table.handles.clone(), table.len)
+    (table.handles.clone(), table.lens)
 }
 
 /// Numbers of a call that depend on its layout in memory; kept like tables, since they rarely change.
 fn parameters(like: &Tensor, segments: &Segments, numbers: [i64; 16]) -> Handle {
     let (handles, _) = tables(like, segments, numbers, || {
-        (vec![bytemuck::cast_slice(&numbers).to_vec()], 1)
+        (vec![bytemuck::cast_slice(&numbers).to_vec()], [1, 0])
     });
     handles[0].clone()
 }
@@ -228,11 +229,11 @@ pub(crate) fn forward(
     let call = Call::new(&q, problem, options, input.sinks.is_some());
     let out = empty_like(&q, problem.out_shape(), q.dtype);
     let lse = empty(&q, &problem.lse_shape(), DType::F32);
-    let (plan, num_items) = tables(&q, segments, call.key(false), || {
+    let (plan, [num_items, _]) = tables(&q, segments, call.key(false), || {
         let plan = plan::forward(segments, problem, call.num_blocks);
         (
             vec![bytes(&plan.items), bytes(&plan.lists)],
-            plan.items.len(),
+            [plan.items.len(), 0],
         )
     });
     if num_items > 0 {
@@ -279,18 +280,17 @@ pub(crate) fn backward(
         _ => cast(input.lse, DType::F32),
     });
     let call = Call::new(&q, problem, options, input.sinks.is_some());
-    let (plan, num_items) = tables(&q, segments, call.key(true), || {
+    let (plan, [num_items, num_q_tiles]) = tables(&q, segments, call.key(true), || {
         let plan = plan::backward(segments, problem, call.num_blocks);
         let tables = vec![
             bytes(&plan.items),
             bytes(&plan.visits),
             bytes(&plan.q_tiles),
         ];
-        (tables, plan.items.len())
+        (tables, [plan.items.len(), plan.q_tiles.len()])
     });
     let queries = plan::backward_queries(problem.head_dim);
     let heads = problem.num_heads;
-    let num_q_tiles = plan[2].size() as usize / 16;
     let [dq, dk, dv] = [
         empty_like(&q, problem.q_shape(), q.dtype),
         empty_like(&k, problem.k_shape(), k.dtype),
