@@ -91,6 +91,7 @@ pub(crate) fn check() -> u32 {
             if dtype.0 == DType::BF16 {
                 run(Routine::Hopper, (2, 1), (192, 128));
                 run(Routine::Hopper, (2, 1), (256, 256));
+                run(Routine::Hopper, (3, 3), (72, 40));
             }
             run(Routine::Portable, (2, 1), (128, 128));
             run(Routine::Portable, (3, 3), (40, 72));

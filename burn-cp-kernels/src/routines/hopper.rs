@@ -4,8 +4,21 @@ use burn::tensor::DType;
 
 use crate::definition::{AttentionError, AttentionOptions, AttentionProblem, Routine};
 
-/// `(head_dim, v_head_dim)` of the kernels.
-pub(crate) const DIMS: [(usize, usize); 4] = [(64, 64), (128, 128), (192, 128), (256, 256)];
+/// `(head_dim, v_head_dim)` of the kernels, the smallest first. Smaller vectors are filled up with zeros as they are loaded.
+const DIMS: [(usize, usize); 4] = [(64, 64), (128, 128), (192, 128), (256, 256)];
+/// Sizes of vectors are multiples of this: the copy engine's rows are multiples of 16 bytes.
+const DIM_STEP: usize = 8;
+
+/// The problem with the sizes of vectors that the kernels compute with.
+pub(crate) fn padded(problem: &AttentionProblem) -> Option<AttentionProblem> {
+    let fits = |dims: &&(usize, usize)| dims.0 >= problem.head_dim && dims.1 >= problem.v_head_dim;
+    let (head_dim, v_head_dim) = *DIMS.iter().find(fits)?;
+    Some(AttentionProblem {
+        head_dim,
+        v_head_dim,
+        ..*problem
+    })
+}
 
 /// Refuses what the kernels do not serve. The device is not looked at.
 pub(crate) fn check(
@@ -20,16 +33,19 @@ pub(crate) fn check(
             got: format!("{dtype:?}"),
         });
     }
-    if !DIMS.contains(&(problem.head_dim, problem.v_head_dim)) {
-        return Err(AttentionError::HeadDim {
-            what: "head_dim",
-            routine: Routine::Hopper,
-            expected: format!(
-                "(head_dim, v_head_dim) one of {DIMS:?}, v_head_dim being {}",
-                problem.v_head_dim
-            ),
-            got: problem.head_dim,
-        });
+    let dims = [
+        ("head_dim", problem.head_dim),
+        ("v_head_dim", problem.v_head_dim),
+    ];
+    for (what, got) in dims {
+        if !got.is_multiple_of(DIM_STEP) || padded(problem).is_none() {
+            return Err(AttentionError::HeadDim {
+                what,
+                routine: Routine::Hopper,
+                expected: format!("a multiple of {DIM_STEP} from {DIM_STEP} to 256"),
+                got,
+            });
+        }
     }
     if problem.q_tokens == 0 || problem.k_tokens == 0 {
         // The copy engine takes no empty tensor.

@@ -24,6 +24,7 @@ use crate::{
         AttentionOutput, AttentionProblem, Segments,
     },
     launch::tensors::{empty, empty_like, unused, with_contiguous_dim},
+    routines::hopper::padded,
 };
 
 type Tensor = CubeTensor<CudaRuntime>;
@@ -87,6 +88,8 @@ struct PlanKey {
 struct Call<'a> {
     client: Client,
     problem: &'a AttentionProblem,
+    /// With the sizes of vectors that the kernels compute with.
+    padded: AttentionProblem,
     options: &'a AttentionOptions,
     variant: Variant,
     num_blocks: usize,
@@ -100,12 +103,14 @@ impl<'a> Call<'a> {
         sinks: bool,
     ) -> Self {
         let hardware = &q.client.properties().hardware;
+        let padded = padded(problem).expect("the call was checked");
         Self {
             client: q.client.clone(),
             problem,
+            padded,
             options,
             variant: Variant::new(
-                problem,
+                &padded,
                 q.dtype == DType::BF16,
                 options.softcap.is_some(),
                 sinks,
@@ -118,7 +123,7 @@ impl<'a> Call<'a> {
         PlanKey {
             backward,
             heads: [self.problem.num_heads, self.problem.num_kv_heads],
-            dims: [self.problem.head_dim, self.problem.v_head_dim],
+            dims: [self.padded.head_dim, self.padded.v_head_dim],
             num_blocks: self.num_blocks,
         }
     }
@@ -230,7 +235,7 @@ pub(crate) fn forward(
     let out = empty_like(&q, problem.out_shape(), q.dtype);
     let lse = empty(&q, &problem.lse_shape(), DType::F32);
     let (plan, [num_items, _]) = tables(&q, segments, call.key(false), || {
-        let plan = plan::forward(segments, problem, call.num_blocks);
+        let plan = plan::forward(segments, &call.padded, call.num_blocks);
         (
             vec![bytes(&plan.items), bytes(&plan.lists)],
             [plan.items.len(), 0],
@@ -244,14 +249,14 @@ pub(crate) fn forward(
             numbers([
                 &strides(&out),
                 &lse_strides[..2],
-                &[call.scale(), call.softcap()],
+                &[call.scale(), call.softcap(), problem.v_head_dim as i64],
             ]),
         );
         let sinks = match input.sinks {
             Some(sinks) => sinks_f32(sinks).handle,
             None => unused(&q.client),
         };
-        let keys = plan::forward_keys(problem.head_dim);
+        let keys = plan::forward_keys(call.padded.head_dim);
         let maps = vec![map(&q, QUERY_ROWS), map(&k, keys), map(&v, keys)];
         let buffers = [
             &plan[0],
@@ -281,7 +286,7 @@ pub(crate) fn backward(
     });
     let call = Call::new(&q, problem, options, input.sinks.is_some());
     let (plan, [num_items, num_q_tiles]) = tables(&q, segments, call.key(true), || {
-        let plan = plan::backward(segments, problem, call.num_blocks);
+        let plan = plan::backward(segments, &call.padded, call.num_blocks);
         let tables = vec![
             bytes(&plan.items),
             bytes(&plan.visits),
@@ -289,7 +294,7 @@ pub(crate) fn backward(
         ];
         (tables, [plan.items.len(), plan.q_tiles.len()])
     });
-    let queries = plan::backward_queries(problem.head_dim);
+    let queries = plan::backward_queries(call.padded.head_dim);
     let heads = problem.num_heads;
     let [dq, dk, dv] = [
         empty_like(&q, problem.q_shape(), q.dtype),
@@ -300,15 +305,17 @@ pub(crate) fn backward(
     let floats = |len: usize| q.client.empty(4 * len.max(1));
     let stats = floats(per_tile * 2 * queries);
     let turns = floats(32 + per_tile);
-    let shares = floats(per_tile * queries * problem.head_dim);
+    let shares = floats(per_tile * queries * call.padded.head_dim);
     let tiles = num_q_tiles as i64;
     let lse_strides = strides(&lse);
+    let columns = [problem.head_dim as i64, problem.v_head_dim as i64];
     let ends = numbers([
         &strides(&out),
         &strides(&dout),
         &lse_strides[..2],
         &strides(&dq),
         &[call.scale(), heads as i64, tiles],
+        &columns,
     ]);
     let ends = parameters(&q, segments, ends);
     let main = [
@@ -318,7 +325,7 @@ pub(crate) fn backward(
         problem.group() as i64,
         tiles,
     ];
-    let main = numbers([&strides(&dk), &strides(&dv), &main]);
+    let main = numbers([&strides(&dk), &strides(&dv), &main, &columns]);
     let main = parameters(&q, segments, main);
     if per_tile > 0 {
         let begin = [
@@ -333,7 +340,7 @@ pub(crate) fn backward(
         call.launch(Entry::BackwardBegin, per_tile, vec![], &begin);
     }
     if num_items > 0 {
-        let keys = plan::backward_keys(problem.head_dim);
+        let keys = plan::backward_keys(call.padded.head_dim);
         let maps = vec![
             map(&q, QUERY_ROWS),
             map(&k, keys),
