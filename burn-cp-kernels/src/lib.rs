@@ -22,25 +22,39 @@
 //! ```
 //!
 //! Rooms: `definition` (host data: segments, options, errors), `routines` (how attention is
-//! computed), `backends` (which backend uses which routine, and the autodiff op), and, behind the
+//! computed), `components` and `kernels` (what runs on a device), `launch` (host data and tensors to
+//! launched kernels), `backends` (which backend uses which routine, and the autodiff op), and, behind the
 //! feature `reference`, a plain f64 implementation for tests. The crate knows one device: ranks,
 //! meshes and exchanges are not its business.
 
 mod api;
 mod backends;
+#[cfg(feature = "cubecl")]
+mod components;
 mod definition;
+mod drop_in;
+#[cfg(feature = "cubecl")]
+mod kernels;
+#[cfg(feature = "cubecl")]
+mod launch;
 #[cfg(feature = "reference")]
 pub mod reference;
 // Without a backend that uses it, the composed routine has no caller.
 #[cfg_attr(
-    not(any(feature = "flex", feature = "ndarray")),
+    not(any(feature = "flex", feature = "ndarray", feature = "cubecl")),
     allow(dead_code, unused_imports)
 )]
 mod routines;
 
-pub use api::{attention_backward, attention_forward, check, varlen_attention};
+pub use api::{
+    attention_backward, attention_forward, attention_forward_with_sinks, check, describe,
+    varlen_attention, varlen_attention_with_sinks,
+};
+#[cfg(feature = "cubecl")]
+pub use backends::AttentionRuntime;
 pub use backends::{AttentionBackend, VarlenAttentionBackend};
 pub use definition::{
-    AttentionBackwardInput, AttentionError, AttentionGradients, AttentionOptions, AttentionOutput,
-    AttentionProblem, Segment, Segments,
+    AttentionBackwardInput, AttentionError, AttentionGradients, AttentionInput, AttentionOptions,
+    AttentionOutput, AttentionProblem, Dropout, Routine, RoutineChoice, Segment, Segments, Window,
 };
+pub use drop_in::attention;

@@ -5,12 +5,25 @@
 
 use crate::definition::{AttentionOptions, AttentionProblem, Segment, Segments};
 
+/// Queries, keys, values and, where there are any, sinks, as slices.
+#[derive(Debug, Clone, Copy)]
+pub struct ReferenceInput<'a> {
+    /// `[q_batch, num_heads, q_tokens, head_dim]`
+    pub q: &'a [f64],
+    /// `[k_batch, num_kv_heads, k_tokens, head_dim]`
+    pub k: &'a [f64],
+    /// `[k_batch, num_kv_heads, k_tokens, v_head_dim]`
+    pub v: &'a [f64],
+    /// `[num_heads]`
+    pub sinks: Option<&'a [f64]>,
+}
+
 /// Output of [`attention_forward`].
 #[derive(Debug, Clone, PartialEq)]
 pub struct ReferenceOutput {
     /// `[q_batch, num_heads, q_tokens, v_head_dim]`
     pub out: Vec<f64>,
-    /// `[q_batch, num_heads, q_tokens]`, natural log
+    /// `[q_batch, num_heads, q_tokens]`, natural log, without the sink
     pub lse: Vec<f64>,
 }
 
@@ -23,6 +36,8 @@ pub struct ReferenceGradients {
     pub dk: Vec<f64>,
     /// `[k_batch, num_kv_heads, k_tokens, v_head_dim]`
     pub dv: Vec<f64>,
+    /// `[num_heads]`, or empty without sinks
+    pub dsinks: Vec<f64>,
 }
 
 /// Attention of every segment.
@@ -32,9 +47,7 @@ pub struct ReferenceGradients {
 /// If a slice is shorter than its shape in `problem`.
 #[must_use]
 pub fn attention_forward(
-    q: &[f64],
-    k: &[f64],
-    v: &[f64],
+    input: ReferenceInput<'_>,
     problem: &AttentionProblem,
     segments: &Segments,
     options: &AttentionOptions,
@@ -43,11 +56,11 @@ pub fn attention_forward(
         out: vec![0.0; problem.out_shape().iter().product()],
         lse: vec![f64::NEG_INFINITY; problem.lse_shape().iter().product()],
     };
-    for_each_row(q, k, problem, segments, options, |row| {
+    for_each_row(input, problem, segments, options, |row| {
         output.lse[row.index] = row.lse;
         let out = vector_mut(&mut output.out, row.index, problem.v_head_dim);
-        for (p, key) in row.probabilities.iter().zip(row.keys()) {
-            accumulate(out, *p, vector(v, key, problem.v_head_dim));
+        for (weight, key) in row.weights().zip(row.keys()) {
+            accumulate(out, weight, vector(input.v, key, problem.v_head_dim));
         }
     });
     output
@@ -60,7 +73,7 @@ pub fn attention_forward(
 /// If a slice is shorter than its shape in `problem`.
 #[must_use]
 pub fn attention_backward(
-    [q, k, v]: [&[f64]; 3],
+    input: ReferenceInput<'_>,
     dout: &[f64],
     problem: &AttentionProblem,
     segments: &Segments,
@@ -70,28 +83,34 @@ pub fn attention_backward(
         dq: vec![0.0; problem.q_shape().iter().product()],
         dk: vec![0.0; problem.k_shape().iter().product()],
         dv: vec![0.0; problem.v_shape().iter().product()],
+        dsinks: vec![0.0; input.sinks.map_or(0, <[f64]>::len)],
     };
     let (dim, v_dim) = (problem.head_dim, problem.v_head_dim);
     let scale = options.scale_for(dim);
-    for_each_row(q, k, problem, segments, options, |row| {
+    for_each_row(input, problem, segments, options, |row| {
         let dout = vector(dout, row.index, v_dim);
         let dp: Vec<f64> = row
             .keys()
-            .map(|key| dot(dout, vector(v, key, v_dim)))
+            .zip(&row.factors)
+            .map(|(key, factor)| factor * dot(dout, vector(input.v, key, v_dim)))
             .collect();
         let delta = dot(&row.probabilities, &dp);
-        for ((p, dp), key) in row.probabilities.iter().zip(&dp).zip(row.keys()) {
-            let ds = scale * p * (dp - delta);
-            accumulate(vector_mut(&mut grads.dv, key, v_dim), *p, dout);
+        if input.sinks.is_some() {
+            grads.dsinks[row.head] -= row.sink_probability * delta;
+        }
+        for (index, key) in row.keys().enumerate() {
+            let ds = scale * row.slopes[index] * row.probabilities[index] * (dp[index] - delta);
+            let weight = row.probabilities[index] * row.factors[index];
+            accumulate(vector_mut(&mut grads.dv, key, v_dim), weight, dout);
             accumulate(
                 vector_mut(&mut grads.dq, row.index, dim),
                 ds,
-                vector(k, key, dim),
+                vector(input.k, key, dim),
             );
             accumulate(
                 vector_mut(&mut grads.dk, key, dim),
                 ds,
-                vector(q, row.index, dim),
+                vector(input.q, row.index, dim),
             );
         }
     });
@@ -104,7 +123,14 @@ struct Row {
     index: usize,
     /// Index of the first key vector that it sees, counting likewise.
     first_key: usize,
+    head: usize,
+    /// Softmax over the visible keys and the sink.
     probabilities: Vec<f64>,
+    sink_probability: f64,
+    /// Derivatives of the scores by the scaled products: less than 1 under a softcap.
+    slopes: Vec<f64>,
+    /// Dropout.
+    factors: Vec<f64>,
     lse: f64,
 }
 
@@ -112,20 +138,32 @@ impl Row {
     fn keys(&self) -> std::ops::Range<usize> {
         self.first_key..self.first_key + self.probabilities.len()
     }
+
+    fn weights(&self) -> impl Iterator<Item = f64> {
+        self.probabilities
+            .iter()
+            .zip(&self.factors)
+            .map(|(p, factor)| p * factor)
+    }
 }
 
 fn for_each_row(
-    q: &[f64],
-    k: &[f64],
+    input: ReferenceInput<'_>,
     problem: &AttentionProblem,
     segments: &Segments,
     options: &AttentionOptions,
     mut visit: impl FnMut(Row),
 ) {
-    for segment in segments {
+    for (segment, document) in segments.iter().zip(segments.documents()) {
         for head in 0..problem.num_heads {
             for t in 0..segment.num_q() {
-                if let Some(row) = row(q, k, problem, options, segment, [head, t]) {
+                let place = Place {
+                    segment,
+                    document: *document,
+                    head,
+                    t,
+                };
+                if let Some(row) = place.row(input, problem, options) {
                     visit(row);
                 }
             }
@@ -133,37 +171,74 @@ fn for_each_row(
     }
 }
 
-fn row(
-    q: &[f64],
-    k: &[f64],
-    problem: &AttentionProblem,
-    options: &AttentionOptions,
-    segment: &Segment,
-    [head, t]: [usize; 2],
-) -> Option<Row> {
-    let visible = segment.visible_keys(t);
-    if visible.is_empty() {
-        return None;
+struct Place<'a> {
+    segment: &'a Segment,
+    document: u32,
+    head: usize,
+    t: usize,
+}
+
+impl Place<'_> {
+    fn row(
+        &self,
+        input: ReferenceInput<'_>,
+        problem: &AttentionProblem,
+        options: &AttentionOptions,
+    ) -> Option<Row> {
+        let &Self {
+            segment,
+            document,
+            head,
+            t,
+        } = self;
+        let visible = segment.visible_keys(t);
+        if visible.is_empty() {
+            return None;
+        }
+        let index =
+            (segment.q_row * problem.num_heads + head) * problem.q_tokens + segment.q.start + t;
+        let kv_head = head / problem.group();
+        let first_key = (segment.k_row * problem.num_kv_heads + kv_head) * problem.k_tokens
+            + segment.k.start
+            + visible.start;
+        let dim = problem.head_dim;
+        let scale = options.scale_for(dim);
+        let query = vector(input.q, index, dim);
+        let capped = |score: f64| {
+            options
+                .softcap
+                .map_or(score, |cap| cap * (score / cap).tanh())
+        };
+        let scores: Vec<f64> = (first_key..first_key + visible.len())
+            .map(|key| capped(scale * dot(query, vector(input.k, key, dim))))
+            .collect();
+        let slope = |score: f64| {
+            options
+                .softcap
+                .map_or(1.0, |cap| 1.0 - (score / cap).powi(2))
+        };
+        let row = options
+            .dropout
+            .map(|dropout| dropout.row(segment, document, head, t));
+        let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let sum: f64 = scores.iter().map(|score| (score - max).exp()).sum();
+        let sink = input.sinks.map_or(0.0, |sinks| (sinks[head] - max).exp());
+        Some(Row {
+            index,
+            first_key,
+            head,
+            probabilities: scores
+                .iter()
+                .map(|s| (s - max).exp() / (sum + sink))
+                .collect(),
+            sink_probability: sink / (sum + sink),
+            slopes: scores.iter().map(|s| slope(*s)).collect(),
+            factors: visible
+                .map(|j| row.map_or(1.0, |row| row.factor(j)))
+                .collect(),
+            lse: max + sum.ln(),
+        })
     }
-    let index = (segment.q_row * problem.num_heads + head) * problem.q_tokens + segment.q.start + t;
-    let kv_head = head / problem.group();
-    let first_key = (segment.k_row * problem.num_kv_heads + kv_head) * problem.k_tokens
-        + segment.k.start
-        + visible.start;
-    let dim = problem.head_dim;
-    let scale = options.scale_for(dim);
-    let query = vector(q, index, dim);
-    let scores: Vec<f64> = (first_key..first_key + visible.len())
-        .map(|key| scale * dot(query, vector(k, key, dim)))
-        .collect();
-    let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-    let sum: f64 = scores.iter().map(|score| (score - max).exp()).sum();
-    Some(Row {
-        index,
-        first_key,
-        probabilities: scores.iter().map(|s| (s - max).exp() / sum).collect(),
-        lse: max + sum.ln(),
-    })
 }
 
 fn vector(buffer: &[f64], index: usize, dim: usize) -> &[f64] {
@@ -187,6 +262,7 @@ fn accumulate(into: &mut [f64], factor: f64, from: &[f64]) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::definition::{Dropout, Window};
 
     /// Numbers in -1..1 from a linear congruential generator.
     fn noise(seed: u64, len: usize) -> Vec<f64> {
@@ -216,7 +292,7 @@ mod tests {
     #[test]
     fn gradients_match_finite_differences() {
         let windowed = Segment {
-            window: Some(1),
+            window: Some(Window::left(1)),
             ..segment(4..7, 0..4)
         };
         let full = Segment {
@@ -224,27 +300,47 @@ mod tests {
             causal: false,
             ..segment(1..3, 2..6)
         };
-        let list = vec![segment(0..4, 1..3), windowed, full];
+        let both = Segment {
+            window: Some(Window::new(1, 1)),
+            q: 3..7,
+            ..full.clone()
+        };
+        let list = vec![segment(0..4, 1..3), windowed, full, both];
         let segments = Segments::new(list, (2, 7), (1, 6)).unwrap();
         let shapes = ([2, 4, 7, 3], [1, 2, 6, 3], [1, 2, 6, 2]);
         let problem = AttentionProblem::new(shapes.0, shapes.1, shapes.2, &segments).unwrap();
-        let options = AttentionOptions::new().with_scale(0.7);
+        let plain = AttentionOptions::new().with_scale(0.7);
+        let all = plain
+            .clone()
+            .with_softcap(0.8)
+            .with_dropout(Dropout::new(0.3, 5));
+        for (options, num_sinks) in [(plain, 0), (all, 4)] {
+            check_gradients(&problem, &segments, &options, num_sinks);
+        }
+    }
+
+    fn check_gradients(
+        problem: &AttentionProblem,
+        segments: &Segments,
+        options: &AttentionOptions,
+        num_sinks: usize,
+    ) {
         let len = |shape: [usize; 4]| shape.iter().product::<usize>();
         let mut inputs = [
-            noise(1, len(shapes.0)),
-            noise(2, len(shapes.1)),
-            noise(3, len(shapes.2)),
+            noise(1, len(problem.q_shape())),
+            noise(2, len(problem.k_shape())),
+            noise(3, len(problem.v_shape())),
+            noise(5, num_sinks),
         ];
         let dout = noise(4, len(problem.out_shape()));
-        let loss = |[q, k, v]: &[Vec<f64>; 3]| {
-            let output = attention_forward(q, k, v, &problem, &segments, &options);
+        let loss = |inputs: &[Vec<f64>; 4]| {
+            let output = attention_forward(input(inputs), problem, segments, options);
             dot(&output.out, &dout)
         };
-        let [q, k, v] = &inputs;
-        let grads = attention_backward([q, k, v], &dout, &problem, &segments, &options);
-        let grads = [grads.dq, grads.dk, grads.dv];
+        let grads = attention_backward(input(&inputs), &dout, problem, segments, options);
+        let grads = [grads.dq, grads.dk, grads.dv, grads.dsinks];
         let step = 1e-5;
-        for which in 0..3 {
+        for which in 0..4 {
             for index in 0..inputs[which].len() {
                 let value = inputs[which][index];
                 inputs[which][index] = value + step;
@@ -259,14 +355,19 @@ mod tests {
         }
     }
 
+    fn input([q, k, v, sinks]: &[Vec<f64>; 4]) -> ReferenceInput<'_> {
+        let sinks = (!sinks.is_empty()).then_some(&sinks[..]);
+        ReferenceInput { q, k, v, sinks }
+    }
+
     #[test]
     fn rows_without_keys_are_empty() {
         let segments = Segments::new(vec![segment(0..3, 0..1)], (1, 4), (1, 1)).unwrap();
         let problem =
             AttentionProblem::new([1, 1, 4, 1], [1, 1, 1, 1], [1, 1, 1, 1], &segments).unwrap();
-        let (q, k, v) = (vec![2.0; 4], vec![3.0], vec![5.0]);
+        let inputs = [vec![2.0; 4], vec![3.0], vec![5.0], vec![]];
         let options = AttentionOptions::new();
-        let output = attention_forward(&q, &k, &v, &problem, &segments, &options);
+        let output = attention_forward(input(&inputs), &problem, &segments, &options);
         let inf = f64::NEG_INFINITY;
         assert_eq!(output.out, [0.0, 0.0, 5.0, 0.0]);
         assert_eq!(output.lse, [inf, inf, 6.0, inf]);

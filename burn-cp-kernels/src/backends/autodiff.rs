@@ -1,6 +1,12 @@
 //! Attention as one op of Burn's autodiff graph.
 
-use burn::{backend::Autodiff, tensor::ops::FloatTensor};
+use burn::{
+    backend::Autodiff,
+    tensor::{
+        DType,
+        ops::{Device, FloatTensor},
+    },
+};
 use burn_autodiff::{
     checkpoint::{base::Checkpointer, strategy::CheckpointStrategy},
     grads::Gradients,
@@ -8,9 +14,12 @@ use burn_autodiff::{
 };
 
 use super::{AttentionBackend, VarlenAttentionBackend};
-use crate::definition::{AttentionBackwardInput, AttentionOptions, Segments};
+use crate::definition::{
+    AttentionBackwardInput, AttentionError, AttentionInput, AttentionOptions, AttentionProblem,
+    RoutineChoice, Segments,
+};
 
-/// The backward step.
+/// The backward step. Its parents are q, k, v and, where there are sinks, those.
 #[derive(Debug)]
 struct VarlenAttention;
 
@@ -19,70 +28,84 @@ struct VarlenAttention;
 /// that callers have placed on purpose.
 #[derive(Debug, Clone)]
 struct State<B: AttentionBackend> {
-    q: FloatTensor<B>,
-    k: FloatTensor<B>,
-    v: FloatTensor<B>,
+    input: AttentionInput<FloatTensor<B>>,
     out: FloatTensor<B>,
     lse: FloatTensor<B>,
     segments: Segments,
     options: AttentionOptions,
 }
 
-impl<B: AttentionBackend> Backward<B, 3> for VarlenAttention {
+impl<B: AttentionBackend, const N: usize> Backward<B, N> for VarlenAttention {
     type State = State<B>;
 
     fn backward(
         self,
-        ops: Ops<Self::State, 3>,
+        ops: Ops<Self::State, N>,
         grads: &mut Gradients,
         _checkpointer: &mut Checkpointer,
     ) {
         let dout = grads.consume::<B>(&ops.node);
         let state = ops.state;
-        let input =
-            AttentionBackwardInput::new(state.q, state.k, state.v, state.out, state.lse, dout);
+        let AttentionInput { q, k, v, sinks } = state.input;
+        let input = AttentionBackwardInput::new(q, k, v, state.out, state.lse, dout);
+        let input = input.with_sinks(sinks);
         let gradients = B::attention_backward(input, &state.segments, &state.options);
-        let gradients = [gradients.dq, gradients.dk, gradients.dv];
-        for (parent, gradient) in ops.parents.into_iter().zip(gradients) {
-            if let Some(parent) = parent {
+        let all = [Some(gradients.dq), Some(gradients.dk), Some(gradients.dv)];
+        let all = all.into_iter().chain([gradients.dsinks]);
+        for (parent, gradient) in ops.parents.into_iter().zip(all) {
+            if let (Some(parent), Some(gradient)) = (parent, gradient) {
                 grads.register::<B>(parent.id, gradient);
             }
         }
     }
 }
 
+/// The op over `[q, k, v]` or `[q, k, v, sinks]`.
+fn attend<B: AttentionBackend, C: CheckpointStrategy, const N: usize>(
+    parents: [FloatTensor<Autodiff<B, C>>; N],
+    segments: &Segments,
+    options: &AttentionOptions,
+) -> FloatTensor<Autodiff<B, C>> {
+    let nodes = parents.each_ref().map(|parent| parent.node.clone());
+    let [q, k, v] = [0, 1, 2].map(|index| parents[index].primitive.clone());
+    let sinks = parents.get(3).map(|sinks| sinks.primitive.clone());
+    let input = AttentionInput::new(q, k, v).with_sinks(sinks);
+    let prepared = Backward::<B, N>::prepare::<C>(VarlenAttention, nodes);
+    match prepared.compute_bound().stateful() {
+        OpsKind::Tracked(prep) => {
+            let output = B::attention_forward(input.clone(), segments, options);
+            let state = State::<B> {
+                input,
+                out: output.out.clone(),
+                lse: output.lse,
+                segments: segments.clone(),
+                options: options.clone(),
+            };
+            prep.finish(state, output.out)
+        }
+        OpsKind::UnTracked(prep) => prep.finish(B::attention_forward(input, segments, options).out),
+    }
+}
+
 impl<B: AttentionBackend, C: CheckpointStrategy> VarlenAttentionBackend for Autodiff<B, C> {
     fn varlen_attention(
-        q: FloatTensor<Self>,
-        k: FloatTensor<Self>,
-        v: FloatTensor<Self>,
+        input: AttentionInput<FloatTensor<Self>>,
         segments: &Segments,
         options: &AttentionOptions,
     ) -> FloatTensor<Self> {
-        let nodes = [q.node.clone(), k.node.clone(), v.node.clone()];
-        let (q, k, v) = (q.primitive, k.primitive, v.primitive);
-        match VarlenAttention
-            .prepare::<C>(nodes)
-            .compute_bound()
-            .stateful()
-        {
-            OpsKind::Tracked(prep) => {
-                let output =
-                    B::attention_forward(q.clone(), k.clone(), v.clone(), segments, options);
-                let state = State::<B> {
-                    q,
-                    k,
-                    v,
-                    out: output.out.clone(),
-                    lse: output.lse,
-                    segments: segments.clone(),
-                    options: options.clone(),
-                };
-                prep.finish(state, output.out)
-            }
-            OpsKind::UnTracked(prep) => {
-                prep.finish(B::attention_forward(q, k, v, segments, options).out)
-            }
+        let AttentionInput { q, k, v, sinks } = input;
+        match sinks {
+            None => attend::<B, C, 3>([q, k, v], segments, options),
+            Some(sinks) => attend::<B, C, 4>([q, k, v, sinks], segments, options),
         }
+    }
+
+    fn varlen_attention_routine(
+        problem: &AttentionProblem,
+        dtype: DType,
+        device: &Device<Self>,
+        options: &AttentionOptions,
+    ) -> Result<RoutineChoice, AttentionError> {
+        B::attention_routine(problem, dtype, device, options)
     }
 }

@@ -1,6 +1,9 @@
 //! The CPU backends: both use the composed routine.
 
-use burn::tensor::ops::FloatTensor;
+use burn::tensor::{
+    DType,
+    ops::{Device, FloatTensor},
+};
 #[cfg(feature = "ndarray")]
 use burn::{
     backend::{
@@ -13,21 +16,42 @@ use burn::{
 use super::AttentionBackend;
 use crate::{
     definition::{
-        AttentionBackwardInput, AttentionGradients, AttentionOptions, AttentionOutput, Segments,
+        AttentionBackwardInput, AttentionError, AttentionGradients, AttentionInput,
+        AttentionOptions, AttentionOutput, AttentionProblem, Routine, RoutineChoice, Segments,
     },
     routines::composed,
 };
 
+fn only_composed(options: &AttentionOptions) -> Result<RoutineChoice, AttentionError> {
+    match options.routine {
+        None => Ok(RoutineChoice::new(
+            Routine::Composed,
+            "the only routine on the CPU",
+        )),
+        Some(Routine::Composed) => Ok(RoutineChoice::new(Routine::Composed, "forced")),
+        Some(routine) => Err(AttentionError::Routine {
+            routine,
+            expected: "a backend on a CubeCL runtime".into(),
+            got: "a CPU backend, which runs composed only".into(),
+        }),
+    }
+}
+
+fn refuse_others(options: &AttentionOptions) {
+    if let Err(error) = only_composed(options) {
+        panic!("{error}");
+    }
+}
+
 #[cfg(feature = "flex")]
 impl AttentionBackend for burn::backend::Flex {
     fn attention_forward(
-        q: FloatTensor<Self>,
-        k: FloatTensor<Self>,
-        v: FloatTensor<Self>,
+        input: AttentionInput<FloatTensor<Self>>,
         segments: &Segments,
         options: &AttentionOptions,
     ) -> AttentionOutput<FloatTensor<Self>> {
-        composed::forward::<Self>(q, k, v, segments, options)
+        refuse_others(options);
+        composed::forward::<Self>(input, segments, options)
     }
 
     fn attention_backward(
@@ -35,7 +59,17 @@ impl AttentionBackend for burn::backend::Flex {
         segments: &Segments,
         options: &AttentionOptions,
     ) -> AttentionGradients<FloatTensor<Self>> {
+        refuse_others(options);
         composed::backward::<Self>(input, segments, options)
+    }
+
+    fn attention_routine(
+        _problem: &AttentionProblem,
+        _dtype: DType,
+        _device: &Device<Self>,
+        options: &AttentionOptions,
+    ) -> Result<RoutineChoice, AttentionError> {
+        only_composed(options)
     }
 }
 
@@ -47,13 +81,12 @@ where
     Self: Backend,
 {
     fn attention_forward(
-        q: FloatTensor<Self>,
-        k: FloatTensor<Self>,
-        v: FloatTensor<Self>,
+        input: AttentionInput<FloatTensor<Self>>,
         segments: &Segments,
         options: &AttentionOptions,
     ) -> AttentionOutput<FloatTensor<Self>> {
-        composed::forward::<Self>(q, k, v, segments, options)
+        refuse_others(options);
+        composed::forward::<Self>(input, segments, options)
     }
 
     fn attention_backward(
@@ -61,6 +94,16 @@ where
         segments: &Segments,
         options: &AttentionOptions,
     ) -> AttentionGradients<FloatTensor<Self>> {
+        refuse_others(options);
         composed::backward::<Self>(input, segments, options)
+    }
+
+    fn attention_routine(
+        _problem: &AttentionProblem,
+        _dtype: DType,
+        _device: &Device<Self>,
+        options: &AttentionOptions,
+    ) -> Result<RoutineChoice, AttentionError> {
+        only_composed(options)
     }
 }

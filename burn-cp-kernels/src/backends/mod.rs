@@ -2,19 +2,32 @@
 //! touches Burn's backend types and autodiff internals.
 
 mod autodiff;
+#[cfg(feature = "cubecl")]
+mod cube;
+#[cfg(feature = "cuda")]
+mod cuda;
+#[cfg(feature = "cubecl")]
+mod fusion;
 #[cfg(any(feature = "flex", feature = "ndarray"))]
 mod host;
 
-use burn::tensor::{backend::Backend, ops::FloatTensor};
+use burn::tensor::{
+    DType,
+    backend::Backend,
+    ops::{Device, FloatTensor},
+};
+#[cfg(feature = "cubecl")]
+pub use cube::AttentionRuntime;
 
 use crate::definition::{
-    AttentionBackwardInput, AttentionGradients, AttentionOptions, AttentionOutput, Segments,
+    AttentionBackwardInput, AttentionError, AttentionGradients, AttentionInput, AttentionOptions,
+    AttentionOutput, AttentionProblem, RoutineChoice, Segments,
 };
 
 /// A backend without autodiff that computes attention over segments, forward and backward.
 ///
 /// Tensors are the backend's float primitives; shapes, dtypes and values as said at
-/// [`AttentionOutput`], [`AttentionBackwardInput`] and [`AttentionGradients`]. Callers with
+/// [`AttentionInput`], [`AttentionOutput`], [`AttentionBackwardInput`] and [`AttentionGradients`]. Callers with
 /// `Tensor`s use [`attention_forward`](crate::attention_forward) and
 /// [`attention_backward`](crate::attention_backward).
 pub trait AttentionBackend: Backend {
@@ -25,9 +38,7 @@ pub trait AttentionBackend: Backend {
     /// With the message of an [`AttentionError`](crate::AttentionError) if the tensors contradict
     /// each other or the segments.
     fn attention_forward(
-        q: FloatTensor<Self>,
-        k: FloatTensor<Self>,
-        v: FloatTensor<Self>,
+        input: AttentionInput<FloatTensor<Self>>,
         segments: &Segments,
         options: &AttentionOptions,
     ) -> AttentionOutput<FloatTensor<Self>>;
@@ -42,6 +53,19 @@ pub trait AttentionBackend: Backend {
         segments: &Segments,
         options: &AttentionOptions,
     ) -> AttentionGradients<FloatTensor<Self>>;
+
+    /// Which routine a call with tensors of this dtype takes on a device.
+    ///
+    /// # Errors
+    ///
+    /// A dtype or a size of vectors that no routine serves, or not the forced one; a forced routine
+    /// that the device cannot run. Such a call panics with the same message.
+    fn attention_routine(
+        problem: &AttentionProblem,
+        dtype: DType,
+        device: &Device<Self>,
+        options: &AttentionOptions,
+    ) -> Result<RoutineChoice, AttentionError>;
 }
 
 /// A backend on which [`varlen_attention`](crate::varlen_attention) runs: every
@@ -53,22 +77,39 @@ pub trait VarlenAttentionBackend: Backend {
     ///
     /// As [`AttentionBackend::attention_forward`].
     fn varlen_attention(
-        q: FloatTensor<Self>,
-        k: FloatTensor<Self>,
-        v: FloatTensor<Self>,
+        input: AttentionInput<FloatTensor<Self>>,
         segments: &Segments,
         options: &AttentionOptions,
     ) -> FloatTensor<Self>;
+
+    /// As [`AttentionBackend::attention_routine`].
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    fn varlen_attention_routine(
+        problem: &AttentionProblem,
+        dtype: DType,
+        device: &Device<Self>,
+        options: &AttentionOptions,
+    ) -> Result<RoutineChoice, AttentionError>;
 }
 
 impl<B: AttentionBackend> VarlenAttentionBackend for B {
     fn varlen_attention(
-        q: FloatTensor<Self>,
-        k: FloatTensor<Self>,
-        v: FloatTensor<Self>,
+        input: AttentionInput<FloatTensor<Self>>,
         segments: &Segments,
         options: &AttentionOptions,
     ) -> FloatTensor<Self> {
-        B::attention_forward(q, k, v, segments, options).out
+        B::attention_forward(input, segments, options).out
+    }
+
+    fn varlen_attention_routine(
+        problem: &AttentionProblem,
+        dtype: DType,
+        device: &Device<Self>,
+        options: &AttentionOptions,
+    ) -> Result<RoutineChoice, AttentionError> {
+        B::attention_routine(problem, dtype, device, options)
     }
 }

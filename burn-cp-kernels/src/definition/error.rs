@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use super::Routine;
+
 /// Why an attention call was refused. Raised before any work is done.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -46,14 +48,6 @@ pub enum AttentionError {
         second_segment: usize,
         /// Its query range.
         second: Range<usize>,
-    },
-    /// A window was given to a segment that is not causal.
-    #[error("segment {segment}: expected a window only with causal, got window {got} without it")]
-    WindowWithoutCausal {
-        /// Index of the segment in the list.
-        segment: usize,
-        /// The window found.
-        got: usize,
     },
     /// A count that follows from the input does not fit the machine's integers.
     #[error("{what} overflows: expected at most {expected}, got {got}")]
@@ -111,6 +105,28 @@ pub enum AttentionError {
         /// What would be legal.
         expected: &'static str,
         /// The value found.
+        got: String,
+    },
+    /// The size of a vector is one that the routine has no kernel for.
+    #[error("{what} in routine {routine}: expected {expected}, got {got}")]
+    HeadDim {
+        /// The size at fault: `head_dim` or `v_head_dim`.
+        what: &'static str,
+        /// The routine that was to run.
+        routine: Routine,
+        /// What the routine can.
+        expected: String,
+        /// The size found.
+        got: usize,
+    },
+    /// A routine was asked for that the backend or its device cannot run.
+    #[error("routine {routine}: expected {expected}, got {got}")]
+    Routine {
+        /// The routine asked for.
+        routine: Routine,
+        /// What it needs.
+        expected: String,
+        /// What there is.
         got: String,
     },
 }

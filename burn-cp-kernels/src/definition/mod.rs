@@ -3,14 +3,23 @@
 //!
 //! Pure host data. No tensor, no backend and no kernel is known here.
 
+mod cache;
+mod dropout;
 mod error;
 mod io;
 mod options;
 mod problem;
+mod routine;
+mod segment;
 mod segments;
 
+pub use dropout::Dropout;
+#[cfg(feature = "cubecl")]
+pub(crate) use dropout::{KEY_FACTOR, MIX_FACTORS};
 pub use error::AttentionError;
-pub use io::{AttentionBackwardInput, AttentionGradients, AttentionOutput};
+pub use io::{AttentionBackwardInput, AttentionGradients, AttentionInput, AttentionOutput};
 pub use options::AttentionOptions;
 pub use problem::AttentionProblem;
-pub use segments::{Segment, Segments};
+pub use routine::{Routine, RoutineChoice};
+pub use segment::{Segment, Window};
+pub use segments::Segments;

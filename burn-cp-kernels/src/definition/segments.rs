@@ -1,76 +1,8 @@
-//! Segments: which run of queries sees which run of keys.
+//! Lists of segments over a query and a key buffer, and their check.
 
 use std::{ops::Range, sync::Arc};
 
-use serde::{Deserialize, Serialize};
-
-use super::AttentionError;
-
-/// A run of queries, the run of keys it sees, and the mask between the two.
-///
-/// With `num_q` queries and `num_k` keys, query `t` (counted within the segment) has the *own key*
-/// `num_k - num_q + t`: the last query and the last key belong together. A causal query sees the
-/// keys up to its own one; if there are fewer keys than queries, the first queries see none.
-#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Segment {
-    /// Batch row of the query buffer.
-    pub q_row: usize,
-    /// Query tokens within that row, half-open; may be empty.
-    pub q: Range<usize>,
-    /// Batch row of the key buffer.
-    pub k_row: usize,
-    /// Key tokens within that row, half-open; may be empty.
-    pub k: Range<usize>,
-    /// Position of the first key within its document. Moves no mask; it places the tiles in which
-    /// keys are walked, so that a document's rows give the same bits however it was cut.
-    pub k_position: usize,
-    /// Whether a query sees only the keys up to its own one; otherwise it sees all of them.
-    pub causal: bool,
-    /// How many keys before its own one a query sees besides it; `None` means all. Only with
-    /// `causal`.
-    pub window: Option<usize>,
-}
-
-impl Segment {
-    /// Number of queries.
-    #[must_use]
-    pub fn num_q(&self) -> usize {
-        self.q.len()
-    }
-
-    /// Number of keys.
-    #[must_use]
-    pub fn num_k(&self) -> usize {
-        self.k.len()
-    }
-
-    /// Number of leading queries that see no key.
-    #[must_use]
-    pub fn num_blind_queries(&self) -> usize {
-        match (self.num_k(), self.causal) {
-            (0, _) => self.num_q(),
-            (_, true) => self.num_q().saturating_sub(self.num_k()),
-            (_, false) => 0,
-        }
-    }
-
-    /// Keys that query `t` sees, both counted within the segment. The bounds never decrease with
-    /// `t`. Empty if the query sees none.
-    #[must_use]
-    pub fn visible_keys(&self, t: usize) -> Range<usize> {
-        if !self.causal {
-            return 0..self.num_k();
-        }
-        // Number of keys up to and including the own one.
-        let end = (self.num_k() + t + 1).saturating_sub(self.num_q());
-        let start = match self.window {
-            Some(window) => end.saturating_sub(window.saturating_add(1)),
-            None => 0,
-        };
-        start..end
-    }
-}
+use super::{AttentionError, Segment, cache::Cache};
 
 /// A checked list of [`Segment`]s over a query and a key buffer. Cheap to clone.
 ///
@@ -101,8 +33,10 @@ pub struct Segments {
 #[derive(Debug, PartialEq, Eq)]
 struct Inner {
     list: Vec<Segment>,
+    documents: Vec<u32>,
     q_shape: (usize, usize),
     k_shape: (usize, usize),
+    cache: Cache,
 }
 
 impl Segments {
@@ -112,8 +46,8 @@ impl Segments {
     ///
     /// # Errors
     ///
-    /// A range outside its buffer or running backwards, a query row in two segments, a window
-    /// without `causal`, a position that overflows: see [`AttentionError`].
+    /// A range outside its buffer or running backwards, a query row in two segments, a position
+    /// that overflows: see [`AttentionError`].
     pub fn new(
         segments: Vec<Segment>,
         q_shape: (usize, usize),
@@ -127,11 +61,51 @@ impl Segments {
         check_queries(&segments)?;
         Ok(Self {
             inner: Arc::new(Inner {
+                documents: (0..segments.len() as u32).collect(),
                 list: segments,
                 q_shape,
                 k_shape,
+                cache: Cache::default(),
             }),
         })
+    }
+
+    /// The same segments with a number for each one's document, which dropout draws from: pieces of
+    /// one document must carry one number, wherever they are computed. Without it, segment `i`
+    /// has the number `i`. Numbers count modulo 2^32.
+    ///
+    /// # Errors
+    ///
+    /// [`AttentionError::Shape`] unless there is one number per segment.
+    pub fn with_documents(self, documents: Vec<u32>) -> Result<Self, AttentionError> {
+        if documents.len() != self.len() {
+            return Err(AttentionError::Shape {
+                what: "documents",
+                expected: format!("[{}], one per segment", self.len()),
+                got: format!("[{}]", documents.len()),
+            });
+        }
+        Ok(Self {
+            inner: Arc::new(Inner {
+                documents,
+                list: self.inner.list.clone(),
+                q_shape: self.inner.q_shape,
+                k_shape: self.inner.k_shape,
+                cache: Cache::default(),
+            }),
+        })
+    }
+
+    /// The number of each segment's document, see [`Self::with_documents`].
+    #[must_use]
+    pub fn documents(&self) -> &[u32] {
+        &self.inner.documents
+    }
+
+    /// What routines have derived from these segments.
+    #[cfg_attr(not(feature = "cubecl"), allow(dead_code))]
+    pub(crate) fn cache(&self) -> &Cache {
+        &self.inner.cache
     }
 
     /// The segments, in the order given.
@@ -222,12 +196,6 @@ fn check_place(
 }
 
 fn check_segment(index: usize, segment: &Segment) -> Result<(), AttentionError> {
-    if let (false, Some(got)) = (segment.causal, segment.window) {
-        return Err(AttentionError::WindowWithoutCausal {
-            segment: index,
-            got,
-        });
-    }
     // Half the integer range leaves room to round positions up to a tile.
     let limit = isize::MAX as usize;
     let parts = [segment.k_position, segment.num_k(), segment.num_q()];
@@ -265,6 +233,7 @@ fn check_queries(segments: &[Segment]) -> Result<(), AttentionError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::definition::Window;
 
     fn segment(q: Range<usize>, k: Range<usize>) -> Segment {
         Segment {
@@ -296,12 +265,46 @@ mod tests {
     #[test]
     fn window_counts_keys_before_the_own_one() {
         let mut windowed = segment(0..4, 0..4);
-        windowed.window = Some(1);
+        windowed.window = Some(Window::left(1));
         assert_eq!(windowed.visible_keys(3), 2..4);
-        windowed.window = Some(0);
+        windowed.window = Some(Window::left(0));
         assert_eq!(windowed.visible_keys(3), 3..4);
-        windowed.window = Some(usize::MAX);
+        windowed.window = Some(Window::left(usize::MAX));
         assert_eq!(windowed.visible_keys(3), 0..4);
+    }
+
+    #[test]
+    fn window_without_causal_counts_keys_on_both_sides() {
+        let full = |q: usize, k: usize, window| Segment {
+            causal: false,
+            window: Some(window),
+            ..segment(0..q, 0..k)
+        };
+        assert_eq!(full(4, 4, Window::new(1, 2)).visible_keys(0), 0..3);
+        assert_eq!(full(4, 4, Window::new(1, 2)).visible_keys(3), 2..4);
+        assert_eq!(full(4, 4, Window::left(0)).visible_keys(1), 1..4);
+        assert_eq!(full(2, 6, Window::new(1, 0)).visible_keys(0), 3..5);
+        let right = Window::new(usize::MAX, usize::MAX);
+        assert_eq!(full(3, 3, right).visible_keys(0), 0..3);
+        let few_keys = full(6, 2, Window::new(9, 1));
+        assert_eq!(few_keys.num_blind_queries(), 3);
+        assert!(few_keys.visible_keys(2).is_empty());
+        assert_eq!(few_keys.visible_keys(3), 0..1);
+    }
+
+    #[test]
+    fn documents_are_numbered_one_per_segment() {
+        let segments = Segments::new(vec![segment(0..4, 0..4)], (1, 10), (1, 10)).unwrap();
+        assert_eq!(segments.documents(), [0]);
+        assert_eq!(
+            segments
+                .clone()
+                .with_documents(vec![7])
+                .unwrap()
+                .documents(),
+            [7]
+        );
+        assert!(segments.with_documents(vec![7, 8]).is_err());
     }
 
     #[test]
@@ -329,12 +332,6 @@ mod tests {
         };
         assert!(message(vec![reversed]).contains("backwards"));
         assert!(message(vec![segment(0..4, 0..4), segment(3..5, 0..4)]).contains("segment 1"));
-        let full_window = Segment {
-            causal: false,
-            window: Some(3),
-            ..segment(0..4, 0..4)
-        };
-        assert!(message(vec![full_window]).contains("window 3"));
         let far = Segment {
             k_position: usize::MAX - 2,
             ..segment(0..4, 0..4)

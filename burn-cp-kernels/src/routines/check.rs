@@ -3,17 +3,17 @@
 use burn::tensor::{DType, TensorMetadata, backend::Backend, ops::FloatTensor};
 
 use crate::definition::{
-    AttentionBackwardInput, AttentionError, AttentionOptions, AttentionProblem, Segments,
+    AttentionBackwardInput, AttentionError, AttentionInput, AttentionOptions, AttentionProblem,
+    Segments,
 };
 
 /// Checks the inputs of a forward pass and derives its sizes.
 pub(crate) fn check_inputs<B: Backend>(
-    q: &FloatTensor<B>,
-    k: &FloatTensor<B>,
-    v: &FloatTensor<B>,
+    input: &AttentionInput<FloatTensor<B>>,
     segments: &Segments,
     options: &AttentionOptions,
 ) -> Result<AttentionProblem, AttentionError> {
+    let AttentionInput { q, k, v, sinks } = input;
     options.check()?;
     let problem = AttentionProblem::new(
         dims::<B>("q", q)?,
@@ -32,6 +32,9 @@ pub(crate) fn check_inputs<B: Backend>(
         }
         check_device::<B>(what, tensor, q)?;
     }
+    if let Some(sinks) = sinks {
+        check_tensor::<B>("sinks", sinks, &[problem.num_heads], q)?;
+    }
     Ok(problem)
 }
 
@@ -41,26 +44,33 @@ pub(crate) fn check_backward<B: Backend>(
     segments: &Segments,
     options: &AttentionOptions,
 ) -> Result<AttentionProblem, AttentionError> {
-    let problem = check_inputs::<B>(&input.q, &input.k, &input.v, segments, options)?;
-    let out_shape = problem.out_shape();
-    let lse_shape = problem.lse_shape();
-    for (what, tensor, expected) in [
-        ("out", &input.out, &out_shape[..]),
-        ("lse", &input.lse, &lse_shape[..]),
-        ("dout", &input.dout, &out_shape[..]),
-    ] {
-        let got = tensor.shape().to_vec();
-        if got != expected {
-            return Err(AttentionError::Shape {
-                what,
-                expected: format!("{expected:?}"),
-                got: format!("{got:?}"),
-            });
-        }
-        check_float(what, tensor.dtype())?;
-        check_device::<B>(what, tensor, &input.q)?;
-    }
+    let AttentionBackwardInput { q, k, v, .. } = input.clone();
+    let forward = AttentionInput::new(q, k, v).with_sinks(input.sinks.clone());
+    let problem = check_inputs::<B>(&forward, segments, options)?;
+    let (out_shape, lse_shape) = (problem.out_shape(), problem.lse_shape());
+    check_tensor::<B>("out", &input.out, &out_shape, &input.q)?;
+    check_tensor::<B>("lse", &input.lse, &lse_shape, &input.q)?;
+    check_tensor::<B>("dout", &input.dout, &out_shape, &input.q)?;
     Ok(problem)
+}
+
+/// Checks a tensor of any float dtype.
+fn check_tensor<B: Backend>(
+    what: &'static str,
+    tensor: &FloatTensor<B>,
+    expected: &[usize],
+    q: &FloatTensor<B>,
+) -> Result<(), AttentionError> {
+    let got = tensor.shape().to_vec();
+    if got != expected {
+        return Err(AttentionError::Shape {
+            what,
+            expected: format!("{expected:?}"),
+            got: format!("{got:?}"),
+        });
+    }
+    check_float(what, tensor.dtype())?;
+    check_device::<B>(what, tensor, q)
 }
 
 fn dims<B: Backend>(

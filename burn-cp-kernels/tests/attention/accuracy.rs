@@ -4,7 +4,7 @@ use burn::{
     backend::{Flex, NdArray},
     tensor::DType,
 };
-use burn_cp_kernels::Segment;
+use burn_cp_kernels::{Segment, Window};
 use proptest::prelude::*;
 
 use crate::support::{Case, Heads, SMALL, causal, document, full, packed, relative, window};
@@ -142,11 +142,16 @@ fn saturated_softmax_is_finite_and_right() {
     assert!(grads.into_iter().flatten().all(|x| x.is_finite()));
 }
 
-fn segments() -> impl Strategy<Value = (Vec<Segment>, usize, usize)> {
+fn windows_of(reach: std::ops::Range<usize>) -> impl Strategy<Value = Window> {
+    let reach = proptest::option::of(reach);
+    (reach.clone(), reach).prop_map(|(left, right)| Window { left, right })
+}
+
+pub(crate) fn segments() -> impl Strategy<Value = (Vec<Segment>, usize, usize)> {
     let length = prop_oneof![Just(0usize), Just(1), Just(2), 3..40usize, 60..140usize];
     let segment = (
         (length.clone(), length, 0..150usize),
-        (any::<bool>(), proptest::option::of(0..80usize)),
+        (any::<bool>(), proptest::option::of(windows_of(0..80))),
         (0..3usize, any::<bool>()),
     );
     proptest::collection::vec(segment, 0..5).prop_map(|list| {
@@ -161,13 +166,45 @@ fn segments() -> impl Strategy<Value = (Vec<Segment>, usize, usize)> {
                 k: start..start + num_k,
                 k_position,
                 causal,
-                window: window.filter(|_| causal),
+                window,
             });
             q += gap + num_q;
             k = k.max(start + num_k) + gap;
         }
         (segments, q + 1, k + 1)
     })
+}
+
+#[test]
+fn windows_on_both_sides() {
+    let both = |segment: Segment, left, right| Segment {
+        window: Some(Window::new(left, right)),
+        ..full(segment)
+    };
+    let segments = vec![
+        both(causal(0..100, 0..100, 0), 10, 20),
+        both(causal(100..190, 100..230, 9), 70, 0),
+        both(causal(190..260, 230..270, 0), 0, 5),
+        both(causal(260..261, 270..400, 0), 30, usize::MAX),
+    ];
+    check(&Case::new(segments, (1, 261), (1, 400), SMALL));
+}
+
+#[test]
+fn softcap_sinks_and_dropout() {
+    let heads = Heads {
+        num_heads: 4,
+        num_kv_heads: 2,
+        ..SMALL
+    };
+    let mut segments = packed(&[3, 90, 1], 0);
+    segments.push(causal(94..104, 94..97, 0));
+    segments.push(window(causal(105..170, 97..170, 30), 20));
+    let case = Case::new(segments, (1, 172), (1, 170), heads);
+    check(&case.clone().with_softcap(0.9));
+    check(&case.clone().with_sinks());
+    check(&case.clone().with_dropout(0.4));
+    check(&case.with_softcap(2.0).with_sinks().with_dropout(0.2));
 }
 
 proptest! {

@@ -5,11 +5,13 @@ use burn::{
     tensor::{DType, Tensor},
 };
 use burn_cp_kernels::{
-    AttentionBackend, AttentionBackwardInput, AttentionError, AttentionOptions, Segment, Segments,
+    AttentionBackwardInput, AttentionError, AttentionOptions, Segment, Segments, Window,
     attention_backward, attention_forward, check, varlen_attention,
 };
 
-use crate::support::{Case, Heads, Results, SMALL, causal, document, full, norm, relative, values};
+use crate::support::{
+    Case, Heads, Results, SMALL, Tested, causal, document, full, norm, relative, values,
+};
 
 fn on_both(test: impl Fn(&dyn Fn(&Case) -> Results)) {
     test(&|case| case.actual::<Flex>(DType::F32));
@@ -56,7 +58,7 @@ fn poison_in_rows_that_no_segment_reaches_does_not_leak() {
     let mut segments = vec![
         causal(5..28, 20..40, 0),
         Segment {
-            window: Some(4),
+            window: Some(Window::left(4)),
             ..causal(28..30, 60..80, 0)
         },
     ];
@@ -122,7 +124,7 @@ fn repeats_are_equal_to_the_bit() {
 }
 
 /// Output, log-sum-exp and gradients of queries whose keys are split in two, the results merged.
-fn merged_halves<B: AttentionBackend>(case: &Case, halves: [Segments; 2]) -> Results {
+fn merged_halves<B: Tested>(case: &Case, halves: [Segments; 2]) -> Results {
     let [q, k, v] = case.qkv::<B>(DType::F64);
     let dout = case.dout::<B>(DType::F64);
     let parts = halves
@@ -152,6 +154,7 @@ fn merged_halves<B: AttentionBackend>(case: &Case, halves: [Segments; 2]) -> Res
         dq: values(&(first.dq + second.dq)),
         dk: values(&(first.dk + second.dk)),
         dv: values(&(first.dv + second.dv)),
+        dsinks: vec![],
     }
 }
 
@@ -223,7 +226,7 @@ fn a_broken_contract_panics_with_the_error() {
 
 #[test]
 fn views_are_accepted_like_contiguous_tensors() {
-    fn run<B: AttentionBackend>(case: &Case) {
+    fn run<B: Tested>(case: &Case) {
         let [q, k, v] = case.qkv::<B>(DType::F32);
         let plain = attention_forward(
             q.clone(),

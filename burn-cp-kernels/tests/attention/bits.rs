@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use burn::{backend::Flex, tensor::DType};
-use burn_cp_kernels::{Segment, attention_forward};
+use burn_cp_kernels::{Segment, Window, attention_forward};
 use proptest::prelude::*;
 
 use crate::support::{Case, Heads, causal, values};
@@ -12,9 +12,9 @@ use crate::support::{Case, Heads, causal, values};
 /// alone, in a buffer of their own that `before` other keys precede.
 fn run(document: &Case, range: Range<usize>, keys: Range<usize>, before: usize) -> Vec<Vec<u64>> {
     let problem = document.problem;
-    let (tokens, window) = (problem.q_tokens, document.segments.as_slice()[0].window);
+    let (tokens, window) = (problem.q_tokens, document.segments.as_slice()[0].reach().0);
     let segment = Segment {
-        window,
+        window: window.map(Window::left),
         ..causal(0..range.len(), before..before + keys.len(), keys.start)
     };
     let heads = Heads {
@@ -64,7 +64,7 @@ fn run(document: &Case, range: Range<usize>, keys: Range<usize>, before: usize) 
 /// Cuts a document's queries at `cuts` and compares with the whole.
 fn check(tokens: usize, cuts: &[usize], window: Option<usize>, heads: Heads) {
     let segment = Segment {
-        window,
+        window: window.map(Window::left),
         ..causal(0..tokens, 0..tokens, 0)
     };
     let document = Case::new(vec![segment], (1, tokens), (1, tokens), heads);

@@ -1,4 +1,4 @@
-//! Varlen attention on the CPU backends against the f64 reference, against textbook attention, and
+//! Varlen attention on the CPU backends and, with the feature `wgpu`, on software Vulkan, against the f64 reference, against textbook attention, and
 //! against itself.
 
 mod accuracy;
@@ -6,3 +6,5 @@ mod autodiff;
 mod behaviour;
 mod bits;
 mod support;
+#[cfg(feature = "wgpu")]
+mod wgpu;

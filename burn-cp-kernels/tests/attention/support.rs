@@ -3,17 +3,29 @@
 use std::ops::Range;
 
 use burn::{
-    backend::Autodiff,
+    backend::{Autodiff, Flex, NdArray},
     tensor::{Bool, DType, Tensor, TensorData, activation::softmax, backend::Backend},
 };
 use burn_cp_kernels::{
-    AttentionBackend, AttentionBackwardInput, AttentionOptions, AttentionProblem, Segment,
-    Segments, attention_backward, attention_forward, reference,
+    AttentionBackend, AttentionBackwardInput, AttentionInput, AttentionOptions, AttentionProblem,
+    Dropout, Segment, Segments, Window, attention_backward, attention_forward_with_sinks,
+    reference::{self, ReferenceInput},
 };
 use proptest::{
     prelude::RngExt,
     test_runner::{RngAlgorithm, TestRng},
 };
+
+/// A backend that is tested, on a device that any machine of its kind has.
+pub(crate) trait Tested: AttentionBackend {
+    fn test_device() -> Self::Device {
+        Self::Device::default()
+    }
+}
+
+impl Tested for Flex {}
+impl Tested for NdArray<f32> {}
+impl Tested for NdArray<f64> {}
 
 /// A causal segment of row 0 over equal token and key ranges: a packed document.
 pub(crate) fn document(tokens: Range<usize>) -> Segment {
@@ -40,9 +52,9 @@ pub(crate) fn full(segment: Segment) -> Segment {
     }
 }
 
-pub(crate) fn window(segment: Segment, window: usize) -> Segment {
+pub(crate) fn window(segment: Segment, left: usize) -> Segment {
     Segment {
-        window: Some(window),
+        window: Some(Window::left(left)),
         ..segment
     }
 }
@@ -69,6 +81,7 @@ pub(crate) struct Case {
     pub(crate) k: Vec<f64>,
     pub(crate) v: Vec<f64>,
     pub(crate) dout: Vec<f64>,
+    pub(crate) sinks: Option<Vec<f64>>,
 }
 
 /// Sizes besides those of the segments.
@@ -110,9 +123,27 @@ impl Case {
             v: normal(v_shape, INPUT_SIZES[2]),
             dout: normal(problem.out_shape(), INPUT_SIZES[3]),
             options: AttentionOptions::new(),
+            sinks: None,
             segments,
             problem,
         }
+    }
+
+    /// With a sink per head, of different weight.
+    pub(crate) fn with_sinks(mut self) -> Self {
+        let heads = 0..self.problem.num_heads;
+        self.sinks = Some(heads.map(|head| head as f64 * 0.75 - 0.5).collect());
+        self
+    }
+
+    pub(crate) fn with_softcap(mut self, softcap: f64) -> Self {
+        self.options = self.options.with_softcap(softcap);
+        self
+    }
+
+    pub(crate) fn with_dropout(mut self, p: f64) -> Self {
+        self.options = self.options.with_dropout(Dropout::new(p, 7));
+        self
     }
 
     pub(crate) fn packed(lengths: &[usize], heads: Heads) -> Self {
@@ -122,60 +153,76 @@ impl Case {
 
     /// Rounds the inputs to a dtype, so that the reference sees what the backend sees.
     pub(crate) fn rounded(mut self, dtype: DType) -> Self {
-        for values in [&mut self.q, &mut self.k, &mut self.v, &mut self.dout] {
+        let inputs = [&mut self.q, &mut self.k, &mut self.v, &mut self.dout];
+        for values in inputs.into_iter().chain(&mut self.sinks) {
             let data = TensorData::new(values.clone(), [values.len()]).convert_dtype(dtype);
             *values = data.iter::<f64>().collect();
         }
         self
     }
 
-    pub(crate) fn tensor<B: Backend>(
-        &self,
-        values: &[f64],
-        shape: [usize; 4],
-        dtype: DType,
-    ) -> Tensor<B, 4> {
-        let data = TensorData::new(values.to_vec(), shape).convert_dtype(dtype);
-        Tensor::from_data(data, (&B::Device::default(), dtype))
+    pub(crate) fn qkv<B: Tested>(&self, dtype: DType) -> [Tensor<B, 4>; 3] {
+        self.qkv_on(dtype, &B::test_device())
     }
 
-    pub(crate) fn qkv<B: Backend>(&self, dtype: DType) -> [Tensor<B, 4>; 3] {
+    pub(crate) fn qkv_on<B: Backend>(&self, dtype: DType, device: &B::Device) -> [Tensor<B, 4>; 3] {
         [
-            self.tensor(&self.q, self.problem.q_shape(), dtype),
-            self.tensor(&self.k, self.problem.k_shape(), dtype),
-            self.tensor(&self.v, self.problem.v_shape(), dtype),
+            tensor(&self.q, self.problem.q_shape(), dtype, device),
+            tensor(&self.k, self.problem.k_shape(), dtype, device),
+            tensor(&self.v, self.problem.v_shape(), dtype, device),
         ]
     }
 
-    pub(crate) fn dout<B: Backend>(&self, dtype: DType) -> Tensor<B, 4> {
-        self.tensor(&self.dout, self.problem.out_shape(), dtype)
+    pub(crate) fn dout<B: Tested>(&self, dtype: DType) -> Tensor<B, 4> {
+        self.dout_on(dtype, &B::test_device())
+    }
+
+    pub(crate) fn dout_on<B: Backend>(&self, dtype: DType, device: &B::Device) -> Tensor<B, 4> {
+        tensor(&self.dout, self.problem.out_shape(), dtype, device)
+    }
+
+    pub(crate) fn sinks_on<B: Backend>(
+        &self,
+        dtype: DType,
+        device: &B::Device,
+    ) -> Option<Tensor<B, 1>> {
+        let sinks = self.sinks.as_ref()?;
+        Some(tensor(sinks, [sinks.len()], dtype, device))
     }
 
     /// The f64 reference.
     pub(crate) fn expected(&self) -> Results {
         let (p, s, o) = (&self.problem, &self.segments, &self.options);
-        let output = reference::attention_forward(&self.q, &self.k, &self.v, p, s, o);
-        let qkv: [&[f64]; 3] = [&self.q, &self.k, &self.v];
-        let grads = reference::attention_backward(qkv, &self.dout, p, s, o);
+        let input = ReferenceInput {
+            q: &self.q,
+            k: &self.k,
+            v: &self.v,
+            sinks: self.sinks.as_deref(),
+        };
+        let output = reference::attention_forward(input, p, s, o);
+        let grads = reference::attention_backward(input, &self.dout, p, s, o);
         Results {
             out: output.out,
             lse: output.lse,
             dq: grads.dq,
             dk: grads.dk,
             dv: grads.dv,
+            dsinks: grads.dsinks,
         }
     }
 
     /// What is tested.
-    pub(crate) fn actual<B: AttentionBackend>(&self, dtype: DType) -> Results {
+    pub(crate) fn actual<B: Tested>(&self, dtype: DType) -> Results {
         let [q, k, v] = self.qkv::<B>(dtype);
+        let sinks = self.sinks_on::<B>(dtype, &B::test_device());
         let (s, o) = (&self.segments, &self.options);
-        let output = attention_forward(q.clone(), k.clone(), v.clone(), s, o);
+        let input = AttentionInput::new(q.clone(), k.clone(), v.clone());
+        let output = attention_forward_with_sinks(input.with_sinks(sinks.clone()), s, o);
         assert_eq!(output.out.dtype(), dtype);
         let (out, lse) = (values(&output.out), values(&output.lse));
         let input =
             AttentionBackwardInput::new(q, k, v, output.out, output.lse, self.dout::<B>(dtype));
-        let grads = attention_backward(input, s, o);
+        let grads = attention_backward(input.with_sinks(sinks), s, o);
         assert_eq!(grads.dk.dtype(), dtype);
         Results {
             out,
@@ -183,20 +230,24 @@ impl Case {
             dq: values(&grads.dq),
             dk: values(&grads.dk),
             dv: values(&grads.dv),
+            dsinks: grads.dsinks.map_or(vec![], |dsinks| values(&dsinks)),
         }
     }
 
     /// Textbook attention in Burn's operations, one segment at a time, gradients by autodiff.
-    pub(crate) fn textbook<B: Backend>(&self, dtype: DType) -> Results {
-        let [q, k, v] = self.qkv::<Autodiff<B>>(dtype).map(Tensor::require_grad);
-        let device = q.device();
+    pub(crate) fn textbook<B: Tested>(&self, dtype: DType) -> Results {
+        let device = B::test_device();
+        let qkv = self.qkv_on::<Autodiff<B>>(dtype, &device);
+        let [q, k, v] = qkv.map(Tensor::require_grad);
+        let sinks = self.sinks_on::<Autodiff<B>>(dtype, &device);
+        let sinks = sinks.map(Tensor::require_grad);
         let mut out = Tensor::zeros(self.problem.out_shape(), (&device, dtype));
         let mut lse = Tensor::full(
             self.problem.lse_shape(),
             f64::NEG_INFINITY,
             (&device, dtype),
         );
-        for segment in &self.segments {
+        for (index, segment) in self.segments.iter().enumerate() {
             let blind = segment.num_blind_queries();
             if blind == segment.num_q() {
                 continue;
@@ -204,12 +255,12 @@ impl Case {
             let rows = segment.q.start + blind..segment.q.end;
             let row = segment.q_row..segment.q_row + 1;
             let heads = 0..self.problem.num_heads;
-            let (part, part_lse) = self.textbook_segment(segment, &q, &k, &v);
+            let (part, part_lse) = self.textbook_segment(index, [&q, &k, &v], sinks.as_ref());
             let dim = 0..self.problem.v_head_dim;
             out = out.slice_assign([row.clone(), heads.clone(), rows.clone(), dim], part);
             lse = lse.slice_assign([row, heads, rows], part_lse);
         }
-        let dout = self.dout::<Autodiff<B>>(dtype);
+        let dout = self.dout_on::<Autodiff<B>>(dtype, &device);
         let grads = (out.clone() * dout).sum().backward();
         let grad = |tensor: &Tensor<Autodiff<B>, 4>| match tensor.grad(&grads) {
             Some(grad) => values(&grad),
@@ -221,16 +272,20 @@ impl Case {
             dq: grad(&q),
             dk: grad(&k),
             dv: grad(&v),
+            dsinks: sinks.map_or(vec![], |sinks| match sinks.grad(&grads) {
+                Some(grad) => values(&grad),
+                None => vec![0.0; self.problem.num_heads],
+            }),
         }
     }
 
     fn textbook_segment<B: Backend>(
         &self,
-        segment: &Segment,
-        q: &Tensor<B, 4>,
-        k: &Tensor<B, 4>,
-        v: &Tensor<B, 4>,
+        index: usize,
+        [q, k, v]: [&Tensor<B, 4>; 3],
+        sinks: Option<&Tensor<B, 1>>,
     ) -> (Tensor<B, 4>, Tensor<B, 3>) {
+        let segment = &self.segments.as_slice()[index];
         let [heads, kv_heads] = [self.problem.num_heads, self.problem.num_kv_heads];
         let blind = segment.num_blind_queries();
         let (num_q, num_k) = (segment.num_q() - blind, segment.num_k());
@@ -257,13 +312,73 @@ impl Case {
             .collect();
         let hidden = TensorData::new(hidden, [1, 1, num_q, num_k]);
         let hidden = Tensor::<B, 4, Bool>::from_data(hidden, &q.device());
-        let scores = (q.matmul(k.swap_dims(2, 3)) * scale).mask_fill(hidden, f64::NEG_INFINITY);
+        let mut scores = q.matmul(k.swap_dims(2, 3)) * scale;
+        if let Some(softcap) = self.options.softcap {
+            scores = (scores / softcap).tanh() * softcap;
+        }
+        let scores = scores.mask_fill(hidden, f64::NEG_INFINITY);
         let max = scores.clone().max_dim(3);
         let lse = max.clone() + (scores.clone() - max).exp().sum_dim(3).log();
-        (
-            softmax(scores, 3).matmul(v),
-            lse.reshape([1, heads, num_q]).detach(),
-        )
+        let mut weights = match sinks {
+            None => softmax(scores, 3),
+            Some(sinks) => {
+                let sinks = sinks.clone().reshape([1, heads, 1, 1]);
+                let all = Tensor::cat(vec![scores, sinks.expand([1, heads, num_q, 1])], 3);
+                softmax(all, 3).slice([0..1, 0..heads, 0..num_q, 0..num_k])
+            }
+        };
+        if let Some(dropout) = self.options.dropout {
+            weights = weights * self.kept(index, dropout.p, &v);
+        }
+        (weights.matmul(v), lse.reshape([1, heads, num_q]).detach())
+    }
+
+    /// The factors of dropout on a segment's weights, `[1, heads, num_q, num_k]`, found by asking the reference for the
+    /// output of values that name their key.
+    fn kept<B: Backend>(&self, index: usize, p: f64, like: &Tensor<B, 4>) -> Tensor<B, 4> {
+        let segment = &self.segments.as_slice()[index];
+        let blind = segment.num_blind_queries();
+        let (num_q, num_k) = (segment.num_q(), segment.num_k());
+        let own = Segment {
+            q_row: 0,
+            q: 0..num_q,
+            k_row: 0,
+            k: 0..num_k,
+            causal: false,
+            window: None,
+            ..segment.clone()
+        };
+        let heads = self.problem.num_heads;
+        let segments = Segments::new(vec![own], (1, num_q), (1, num_k))
+            .and_then(|s| s.with_documents(vec![self.segments.documents()[index]]))
+            .expect("the same lengths");
+        let (q, k, v) = ([1, heads, num_q, 1], [1, 1, num_k, 1], [1, 1, num_k, num_k]);
+        let problem = AttentionProblem::new(q, k, v, &segments).expect("shapes that fit");
+        let names: Vec<f64> = (0..num_k * num_k)
+            .map(|cell| {
+                if cell / num_k == cell % num_k {
+                    1.0
+                } else {
+                    0.0
+                }
+            })
+            .collect();
+        let input = ReferenceInput {
+            q: &vec![0.0; heads * num_q],
+            k: &vec![0.0; num_k],
+            v: &names,
+            sinks: None,
+        };
+        let options = AttentionOptions::new();
+        let options = options.with_dropout(self.options.dropout.expect("asked for dropout"));
+        let out = reference::attention_forward(input, &problem, &segments, &options).out;
+        let factor = |weight: f64| if weight > 0.0 { 1.0 / (1.0 - p) } else { 0.0 };
+        let factors: Vec<f64> = (0..heads)
+            .flat_map(|head| &out[(head * num_q + blind) * num_k..(head + 1) * num_q * num_k])
+            .map(|weight| factor(*weight))
+            .collect();
+        let shape = [1, heads, num_q - blind, num_k];
+        tensor(&factors, shape, like.dtype(), &like.device())
     }
 
     /// The accuracy rule: an error of at most twice the textbook's, plus 4 eps.
@@ -271,7 +386,7 @@ impl Case {
     /// On a few tokens the textbook is sometimes exact by luck: with nearly all weight on one of two keys it subtracts from
     /// `dout · v` the mean of the very same numbers, where a backward pass that accepts merged outputs subtracts
     /// `dout · out`. So a case that misses the rule is judged by it over [`NUM_DRAWS`] draws of its inputs together.
-    pub(crate) fn check_accuracy<B: AttentionBackend>(&self, dtype: DType, eps: f64) {
+    pub(crate) fn check_accuracy<B: Tested>(&self, dtype: DType, eps: f64) {
         let mut errors = self.errors::<B>(dtype);
         if errors.iter().all(|error| error.is_within(eps)) {
             return;
@@ -301,7 +416,7 @@ impl Case {
     }
 
     /// Squared errors of every result, ours and the textbook's.
-    fn errors<B: AttentionBackend>(&self, dtype: DType) -> Vec<Errors> {
+    fn errors<B: Tested>(&self, dtype: DType) -> Vec<Errors> {
         let expected = self.expected();
         let actual = self.actual::<B>(dtype);
         let textbook = self.textbook::<B>(dtype);
@@ -311,6 +426,7 @@ impl Case {
             ("dq", &expected.dq, &actual.dq, &textbook.dq),
             ("dk", &expected.dk, &actual.dk, &textbook.dk),
             ("dv", &expected.dv, &actual.dv, &textbook.dv),
+            ("dsinks", &expected.dsinks, &actual.dsinks, &textbook.dsinks),
         ];
         let errors = results
             .into_iter()
@@ -378,6 +494,17 @@ pub(crate) struct Results {
     pub(crate) dq: Vec<f64>,
     pub(crate) dk: Vec<f64>,
     pub(crate) dv: Vec<f64>,
+    pub(crate) dsinks: Vec<f64>,
+}
+
+pub(crate) fn tensor<B: Backend, const D: usize>(
+    values: &[f64],
+    shape: [usize; D],
+    dtype: DType,
+    device: &B::Device,
+) -> Tensor<B, D> {
+    let data = TensorData::new(values.to_vec(), shape).convert_dtype(dtype);
+    Tensor::from_data(data, (device, dtype))
 }
 
 pub(crate) fn values<B: Backend, const D: usize>(tensor: &Tensor<B, D>) -> Vec<f64> {

@@ -6,7 +6,7 @@
 use std::ops::Range;
 
 use burn::tensor::{Tensor, TensorMetadata, TensorPrimitive, backend::Backend, ops::FloatTensor};
-use burn_cp_kernels::{AttentionBackwardInput, AttentionGradients};
+use burn_cp_kernels::{AttentionBackwardInput, AttentionGradients, AttentionInput};
 
 use super::{AttentionCall, InnerAttention};
 use crate::{
@@ -60,13 +60,8 @@ pub fn attend_with_state<B: InnerAttention>(
         .communicates()
         .then(|| Call::forward(call.group(), "attention"));
     let (k_all, v_all) = keys_and_values::<B>(&k, &v, call, exchange);
-    let output = B::attention_forward(
-        q.clone(),
-        k_all,
-        v_all,
-        call.prepared().segments(),
-        call.kernel(),
-    );
+    let input = AttentionInput::new(q.clone(), k_all, v_all);
+    let output = B::attention_forward(input, call.prepared().segments(), call.kernel());
     let state = AttentionState {
         q,
         k,

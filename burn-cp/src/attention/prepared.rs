@@ -2,7 +2,7 @@
 
 use std::{ops::Range, sync::Arc};
 
-use burn_cp_kernels::{AttentionError, Segment, Segments};
+use burn_cp_kernels::{AttentionError, Segment, Segments, Window};
 
 use crate::{
     collectives::{ExchangeError, ExchangePlan, Piece},
@@ -155,7 +155,7 @@ fn kernel_segments(
             k: segment.k.clone(),
             k_position: segment.k_position,
             causal: segment.causal,
-            window: segment.window,
+            window: segment.window.map(Window::left),
         })
         .collect();
     Segments::new(list, q_shape, k_shape)

@@ -15,6 +15,7 @@ use super::{
     block_rows, compute_dtype, load,
     mask::{Masks, Meeting},
     pieces::{KeyCuts, Pieces},
+    scores::{Dropping, cap, cap_slope},
     store, transposed, walk,
 };
 use crate::{
@@ -22,7 +23,7 @@ use crate::{
         AttentionBackwardInput, AttentionGradients, AttentionOptions, AttentionProblem, Segment,
         Segments,
     },
-    routines::check_backward,
+    routines::{check_backward, sinks},
 };
 
 /// See [`AttentionBackend::attention_backward`](crate::AttentionBackend::attention_backward).
@@ -37,51 +38,70 @@ pub(crate) fn backward<B: Backend>(
     let dtype = compute_dtype(input.q.dtype());
     let q: Tensor<B, 4> = load(input.q, dtype);
     let scale = options.scale_for(problem.head_dim);
-    let (mut dq, mut dk, mut dv) = (Pieces::new(), Pieces::new(), Pieces::new());
+    let mut sums = Sums::new();
+    let sinks_dtype = input.sinks.as_ref().map(|sinks| sinks.dtype());
+    let sinks: Option<Tensor<B, 1>> = input.sinks.map(|sinks| load(sinks, dtype));
+    let mut dsinks = sinks.clone().map(|sinks| sinks.zeros_like());
 
     if segments
         .iter()
         .any(|segment| segment.num_blind_queries() < segment.num_q())
     {
-        let out: Tensor<B, 4> = load(input.out, dtype);
         let dout: Tensor<B, 4> = load(input.dout, dtype);
         let lse: Tensor<B, 3> = load(input.lse, dtype);
+        let delta = row_products(dout.clone(), load(input.out, dtype));
+        let mut lse: Tensor<B, 4> = lse.unsqueeze_dim(3);
+        if let Some(sinks) = sinks {
+            let total = sinks::with_sinks(lse.clone(), sinks.clone());
+            dsinks = Some(sinks::gradient(sinks, lse, total.clone(), delta.clone()));
+            lse = total;
+        }
         let cuts = KeyCuts::new(segments);
         let mut pass = Backward {
             masks: Masks::new(segments, &q.device()),
             k_scaled: transposed(load(input.k, dtype), scale),
             v: transposed(load(input.v, dtype), 1.0),
-            delta: row_products(dout.clone(), out),
-            lse: lse.unsqueeze_dim(3),
+            delta,
+            lse,
             dout,
             q: q.clone(),
+            softcap: options.softcap,
             problem,
         };
-        for segment in segments {
-            let mut blocks = pass.blocks(segment);
-            for tile in walk::tiles(segment, walk::all_keys(segment)) {
-                let (tile_dk, tile_dv) = pass.tile(segment, &tile, &mut blocks);
-                let keys = segment.k.start + tile.start..segment.k.start + tile.end;
-                for part in cuts.parts(segment.k_row, keys.clone()) {
-                    let within = part.start - keys.start..part.end - keys.start;
-                    dk.add(segment.k_row, part.start, tokens(&tile_dk, within.clone()));
-                    dv.add(segment.k_row, part.start, tokens(&tile_dv, within));
-                }
-            }
-            for block in blocks {
-                let start = segment.q.start + block.rows.start;
-                let [_, _, _, head_dim] = block.q.dims();
-                let rows = [1, problem.num_heads, block.rows.len(), head_dim];
-                let sum = block.dq.expect("a block sees a key of some tile");
-                dq.add(segment.q_row, start, sum.reshape(rows));
-            }
+        for (segment, document) in segments.iter().zip(segments.documents()) {
+            let dropping = Dropping {
+                segment,
+                document: *document,
+                dropout: options.dropout,
+            };
+            pass.segment(&dropping, &cuts, &mut sums);
         }
     }
+    let Sums { dq, dk, dv } = sums;
+    let dsinks = dsinks.zip(sinks_dtype);
     AttentionGradients::new(
         store(dq.assemble(problem.q_shape(), 0.0, &q), out_dtype),
         store(dk.assemble(problem.k_shape(), 0.0, &q) * scale, out_dtype),
         store(dv.assemble(problem.v_shape(), 0.0, &q), out_dtype),
     )
+    .with_dsinks(dsinks.map(|(dsinks, dtype)| store(dsinks, dtype.into())))
+}
+
+/// The gradients so far; `dk` yet without the scale.
+struct Sums<B: Backend> {
+    dq: Pieces<B>,
+    dk: Pieces<B>,
+    dv: Pieces<B>,
+}
+
+impl<B: Backend> Sums<B> {
+    fn new() -> Self {
+        Self {
+            dq: Pieces::new(),
+            dk: Pieces::new(),
+            dv: Pieces::new(),
+        }
+    }
 }
 
 struct Backward<B: Backend> {
@@ -98,6 +118,7 @@ struct Backward<B: Backend> {
     /// `[q_batch, num_heads, q_tokens, 1]`
     delta: Tensor<B, 4>,
     masks: Masks<B>,
+    softcap: Option<f64>,
     problem: AttentionProblem,
 }
 
@@ -135,14 +156,38 @@ impl<B: Backend> Backward<B> {
             .collect()
     }
 
+    /// Adds a segment's gradients.
+    fn segment(&mut self, dropping: &Dropping<'_>, cuts: &KeyCuts, sums: &mut Sums<B>) {
+        let segment = dropping.segment;
+        let mut blocks = self.blocks(segment);
+        for tile in walk::tiles(segment, walk::all_keys(segment)) {
+            let (dk, dv) = self.tile(dropping, &tile, &mut blocks);
+            let keys = segment.k.start + tile.start..segment.k.start + tile.end;
+            for part in cuts.parts(segment.k_row, keys.clone()) {
+                let within = part.start - keys.start..part.end - keys.start;
+                sums.dk
+                    .add(segment.k_row, part.start, tokens(&dk, within.clone()));
+                sums.dv.add(segment.k_row, part.start, tokens(&dv, within));
+            }
+        }
+        for block in blocks {
+            let start = segment.q.start + block.rows.start;
+            let [_, _, _, head_dim] = block.q.dims();
+            let rows = [1, self.problem.num_heads, block.rows.len(), head_dim];
+            let sum = block.dq.expect("a block sees a key of some tile");
+            sums.dq.add(segment.q_row, start, sum.reshape(rows));
+        }
+    }
+
     /// One tile of keys against every block that sees some of it: `dk` (yet without the scale) and
     /// `dv` of the tile. Adds to the `dq` of the blocks.
     fn tile(
         &mut self,
-        segment: &Segment,
+        dropping: &Dropping<'_>,
         tile: &Range<usize>,
         blocks: &mut [Block<B>],
     ) -> (Tensor<B, 4>, Tensor<B, 4>) {
+        let segment = dropping.segment;
         let (row, heads) = (segment.k_row, self.problem.num_kv_heads);
         let keys = segment.k.start + tile.start..segment.k.start + tile.end;
         let dim = self.problem.head_dim;
@@ -159,13 +204,21 @@ impl<B: Backend> Backward<B> {
             .iter_mut()
             .filter(|block| block.keys.start < tile.end && tile.start < block.keys.end);
         for block in seeing {
-            let scores = block.q.clone().matmul(k.clone());
+            let capped = cap(block.q.clone().matmul(k.clone()), self.softcap);
             let meeting = Meeting::new(segment, &block.rows, tile);
-            let scores = self.masks.apply(scores, &meeting);
+            let scores = self.masks.apply(capped.clone(), &meeting);
             let p = (scores - block.lse.clone()).exp();
-            let dp = value_products(block.dout.clone(), v.clone());
-            let ds = (dp - block.delta.clone()) * p.clone();
-            add(&mut dv, p.swap_dims(2, 3).matmul(block.dout.clone()));
+            let mut dp = value_products(block.dout.clone(), v.clone());
+            let mut kept = p.clone();
+            if let Some(factors) = dropping.factors(&self.problem, &block.rows, tile, &self.q) {
+                dp = dp * factors.clone();
+                kept = kept * factors;
+            }
+            let mut ds = (dp - block.delta.clone()) * p;
+            if let Some(softcap) = self.softcap {
+                ds = ds * cap_slope(capped, softcap);
+            }
+            add(&mut dv, kept.swap_dims(2, 3).matmul(block.dout.clone()));
             add(&mut block.dq, ds.clone().matmul(k.clone().swap_dims(2, 3)));
             add(&mut dk, ds.swap_dims(2, 3).matmul(block.q.clone()));
         }

@@ -8,23 +8,25 @@ use super::{
     block_rows, compute_dtype, load, lowest,
     mask::{Masks, Meeting},
     pieces::Pieces,
+    scores::{Dropping, cap},
     store, tiniest, transposed, walk,
 };
 use crate::{
-    definition::{AttentionOptions, AttentionOutput, AttentionProblem, Segment, Segments},
-    routines::check_inputs,
+    definition::{
+        AttentionInput, AttentionOptions, AttentionOutput, AttentionProblem, Segment, Segments,
+    },
+    routines::{check_inputs, sinks},
 };
 
 /// See [`AttentionBackend::attention_forward`](crate::AttentionBackend::attention_forward).
 pub(crate) fn forward<B: Backend>(
-    q: FloatTensor<B>,
-    k: FloatTensor<B>,
-    v: FloatTensor<B>,
+    input: AttentionInput<FloatTensor<B>>,
     segments: &Segments,
     options: &AttentionOptions,
 ) -> AttentionOutput<FloatTensor<B>> {
     let problem =
-        check_inputs::<B>(&q, &k, &v, segments, options).unwrap_or_else(|error| panic!("{error}"));
+        check_inputs::<B>(&input, segments, options).unwrap_or_else(|error| panic!("{error}"));
+    let AttentionInput { q, k, v, sinks } = input;
     let out_dtype = FloatDType::from(q.dtype());
     let dtype = compute_dtype(q.dtype());
     let q: Tensor<B, 4> = load(q, dtype);
@@ -49,16 +51,23 @@ pub(crate) fn forward<B: Backend>(
     let mut pass = Forward {
         masks: Masks::new(segments, &q.device()),
         v_one: append_ones(load(v, dtype)),
+        sinks: sinks.map(|sinks| load(sinks, dtype)),
+        softcap: options.softcap,
         q,
         k_scaled,
         problem,
         dtype,
     };
     let (mut sums, mut maxima) = (Pieces::new(), Pieces::new());
-    for segment in segments {
+    for (segment, document) in segments.iter().zip(segments.documents()) {
+        let dropping = Dropping {
+            segment,
+            document: *document,
+            dropout: options.dropout,
+        };
         for block in walk::blocks(segment) {
             let start = segment.q.start + block.start;
-            let (sum, max) = pass.block(segment, block);
+            let (sum, max) = pass.block(&dropping, block);
             sums.add(segment.q_row, start, sum);
             maxima.add(segment.q_row, start, max);
         }
@@ -74,6 +83,9 @@ struct Forward<B: Backend> {
     k_scaled: Tensor<B, 4>,
     /// `[k_batch, num_kv_heads, k_tokens, v_head_dim + 1]`, the last column all ones.
     v_one: Tensor<B, 4>,
+    /// `[num_heads]`
+    sinks: Option<Tensor<B, 1>>,
+    softcap: Option<f64>,
     masks: Masks<B>,
     problem: AttentionProblem,
     dtype: FloatDType,
@@ -83,7 +95,12 @@ impl<B: Backend> Forward<B> {
     /// One block of queries against all the keys it sees: the sums of `exp(score - max) · v` and,
     /// in the last column, of `exp(score - max)`, `[1, num_heads, rows, v_head_dim + 1]`; and the
     /// maxima, `[1, num_heads, rows, 1]`.
-    fn block(&mut self, segment: &Segment, block: Range<usize>) -> (Tensor<B, 4>, Tensor<B, 4>) {
+    fn block(
+        &mut self,
+        dropping: &Dropping<'_>,
+        block: Range<usize>,
+    ) -> (Tensor<B, 4>, Tensor<B, 4>) {
+        let segment = dropping.segment;
         let tokens = segment.q.start + block.start..segment.q.start + block.end;
         let mut q = block_rows(&self.q, &self.problem, segment.q_row, tokens);
         let [_, num_kv_heads, rows, head_dim] = q.dims();
@@ -93,8 +110,12 @@ impl<B: Backend> Forward<B> {
         }
         let mut state = None;
         for tile in walk::tiles(segment, walk::keys(segment, &block)) {
-            let meeting = Meeting::new(segment, &block, &tile);
-            state = Some(self.tile(state, q.clone(), segment, tile, &meeting));
+            let seen = Seen {
+                meeting: Meeting::new(segment, &block, &tile),
+                factors: dropping.factors(&self.problem, &block, &tile, &self.q),
+                tile,
+            };
+            state = Some(self.tile(state, q.clone(), segment, seen));
         }
         let (sum, max) = state.expect("a block has a key, so it has a tile");
         let unfold = |tensor: Tensor<B, 4>| {
@@ -114,9 +135,13 @@ impl<B: Backend> Forward<B> {
         state: Option<(Tensor<B, 4>, Tensor<B, 4>)>,
         q: Tensor<B, 4>,
         segment: &Segment,
-        tile: Range<usize>,
-        meeting: &Meeting,
+        seen: Seen<B>,
     ) -> (Tensor<B, 4>, Tensor<B, 4>) {
+        let Seen {
+            tile,
+            meeting,
+            factors,
+        } = seen;
         let (row, heads) = (segment.k_row, self.problem.num_kv_heads);
         let keys = segment.k.start + tile.start..segment.k.start + tile.end;
         let k = self.k_scaled.clone().slice([
@@ -131,7 +156,8 @@ impl<B: Backend> Forward<B> {
             keys,
             0..self.problem.v_head_dim + 1,
         ]);
-        let scores = self.masks.apply(q.matmul(k), meeting);
+        let scores = cap(q.matmul(k), self.softcap);
+        let scores = self.masks.apply(scores, &meeting);
         let mut max = scores.clone().max_dim(3);
         if meeting.leaves_rows_behind() {
             // Rows that see nothing here need a finite maximum: `-inf - -inf` is NaN. What they
@@ -139,11 +165,11 @@ impl<B: Backend> Forward<B> {
             max = max.clamp_min(lowest(self.dtype));
         }
         match state {
-            None => (weigh((scores - max.clone()).exp(), v), max),
+            None => (sums((scores - max.clone()).exp(), v, factors), max),
             Some((sum, earlier)) => {
                 let max = earlier.clone().max_pair(max);
                 let shrink = (earlier - max.clone()).exp();
-                let new = weigh((scores - max.clone()).exp(), v);
+                let new = sums((scores - max.clone()).exp(), v, factors);
                 (sum * shrink + new, max)
             }
         }
@@ -158,9 +184,40 @@ impl<B: Backend> Forward<B> {
         // A row with a key has a normaliser of about 1 or more; the others have 0 and get 0 / tiny
         // and -inf + log(tiny).
         let normaliser = part(dim..dim + 1).clamp_min(tiniest(self.dtype));
-        let lse = (maxima + normaliser.clone().log()).reshape([batch, heads, tokens]);
-        (part(0..dim) / normaliser, lse)
+        let lse = maxima + normaliser.clone().log();
+        let mut out = part(0..dim) / normaliser;
+        if let Some(sinks) = &self.sinks {
+            out = sinks::apply(out, lse.clone(), sinks.clone());
+        }
+        (out, lse.reshape([batch, heads, tokens]))
     }
+}
+
+/// A tile of keys, how a block of queries sees it, and the factors on its weights.
+struct Seen<B: Backend> {
+    tile: Range<usize>,
+    meeting: Meeting,
+    factors: Option<Tensor<B, 4>>,
+}
+
+/// The weighted sums of values and, in the last column, of ones. Factors are on the former alone:
+/// dropout follows the softmax.
+fn sums<B: Backend>(
+    weights: Tensor<B, 4>,
+    v_one: Tensor<B, 4>,
+    factors: Option<Tensor<B, 4>>,
+) -> Tensor<B, 4> {
+    let all = weigh(weights.clone(), v_one.clone());
+    let Some(factors) = factors else {
+        return all;
+    };
+    let [batch, heads, rows, columns] = all.dims();
+    let part = |sums: Tensor<B, 4>, dims| sums.slice([0..batch, 0..heads, 0..rows, dims]);
+    let kept = weigh(weights * factors, v_one);
+    Tensor::cat(
+        vec![part(kept, 0..columns - 1), part(all, columns - 1..columns)],
+        3,
+    )
 }
 
 /// The weighted sum of values, `[.., rows, keys]` by `[.., keys, dim]`.

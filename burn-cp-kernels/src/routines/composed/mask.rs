@@ -15,8 +15,9 @@ pub(super) struct Meeting {
     width: usize,
     /// Own key of the block's first query, counted from the tile's first key.
     own: isize,
-    causal: bool,
-    window: Option<isize>,
+    /// Keys before and after the own one that are visible; `None` where that masks nothing.
+    left: Option<isize>,
+    right: Option<isize>,
 }
 
 impl Meeting {
@@ -25,25 +26,29 @@ impl Meeting {
         // Positions fit an isize: the segments are checked.
         let own = segment.num_k() as isize - segment.num_q() as isize + block.start as isize
             - tile.start as isize;
+        // A reach longer than any document masks nothing.
+        let bound = |reach: Option<usize>| reach.and_then(|reach| isize::try_from(reach).ok());
+        let (left, right) = segment.reach();
         Self {
             rows: block.len(),
             width: tile.len(),
             own,
-            causal: segment.causal,
-            // A window longer than any document masks nothing.
-            window: segment.window.and_then(|w| isize::try_from(w).ok()),
+            left: bound(left),
+            right: bound(right),
         }
     }
 
-    /// Whether some query of the block must not see a later key of the tile.
-    fn cut_above(&self) -> bool {
-        self.causal && self.own < self.width as isize - 1
+    /// How far the first query sees, counted from the tile's first key, if some query of the block
+    /// must not see a later key of the tile.
+    fn cut_above(&self) -> Option<isize> {
+        let last = self.own.saturating_add(self.right?);
+        (last < self.width as isize - 1).then_some(last)
     }
 
     /// How far back the first query sees, counted from the tile's first key, if some query of the
     /// block must not see an earlier key of the tile.
     fn cut_below(&self) -> Option<isize> {
-        let first = self.own.saturating_sub(self.window?);
+        let first = self.own.saturating_sub(self.left?);
         (first + self.rows as isize - 1 > 0).then_some(first)
     }
 
@@ -77,15 +82,15 @@ impl<B: Backend> Masks<B> {
     /// Replaces by `-inf` the scores `[1, num_kv_heads, group * rows, width]` of pairs that must
     /// not see each other. A replaced score leaves no trace, not even of a NaN.
     pub(super) fn apply(&mut self, scores: Tensor<B, 4>, meeting: &Meeting) -> Tensor<B, 4> {
-        let below = meeting.cut_below();
-        if !meeting.cut_above() && below.is_none() {
+        let (above, below) = (meeting.cut_above(), meeting.cut_below());
+        if above.is_none() && below.is_none() {
             return scores;
         }
         let dims = scores.dims();
         let heads = dims[1] * dims[2] / meeting.rows;
         let mut scores = scores.reshape([1, heads, meeting.rows, meeting.width]);
-        if meeting.cut_above() {
-            let mask = self.window(true, meeting.own, meeting);
+        if let Some(last) = above {
+            let mask = self.window(true, last, meeting);
             scores = scores.mask_fill(mask, f64::NEG_INFINITY);
         }
         if let Some(first) = below {

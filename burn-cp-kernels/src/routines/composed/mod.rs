@@ -14,12 +14,13 @@
 //! that Flex would send to another matmul kernel.
 //!
 //! `walk` says which blocks and tiles there are (host), `mask` makes the masks of tiles that are
-//! partly seen, `pieces` puts the results together.
+//! partly seen, `scores` applies softcap and dropout, `pieces` puts the results together.
 
 mod backward;
 mod forward;
 mod mask;
 mod pieces;
+mod scores;
 mod walk;
 
 use burn::tensor::{

@@ -18,8 +18,8 @@ pub(super) const BLOCK: usize = 64;
 pub(super) fn blocks(segment: &Segment) -> impl Iterator<Item = Range<usize>> {
     let first = segment.num_blind_queries();
     let last = segment.num_q();
-    // Position of query `first`: its own key's, or 0 where own keys mean nothing.
-    let position = if segment.causal {
+    // Position of query `first`: its own key's, or 0 where the mask does not follow own keys.
+    let position = if segment.causal || segment.window.is_some() {
         segment.k_position + (segment.num_k() + first).saturating_sub(last)
     } else {
         0
@@ -66,6 +66,7 @@ fn cut(range: Range<usize>, size: usize) -> impl Iterator<Item = Range<usize>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::definition::Window;
 
     fn segment(num_q: usize, num_k: usize, k_position: usize) -> Segment {
         Segment {
@@ -107,7 +108,7 @@ mod tests {
     fn work_is_near_the_visible_pairs_and_pieces_are_bounded() {
         let mut segment = segment(3000, 4000, 5);
         for window in [None, Some(0), Some(200)] {
-            segment.window = window;
+            segment.window = window.map(Window::left);
             let mut work = 0;
             for block in blocks(&segment) {
                 for tile in tiles(&segment, keys(&segment, &block)) {

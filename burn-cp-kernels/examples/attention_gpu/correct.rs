@@ -1,0 +1,225 @@
+//! Results against the f64 reference, and bits.
+
+use burn::tensor::{
+    DType,
+    backend::Backend,
+    ops::{FloatTensor, FloatTensorOps},
+};
+use burn_cp_kernels::{
+    AttentionBackend, AttentionBackwardInput, AttentionInput, AttentionOptions, Dropout, Routine,
+    Segments,
+};
+
+use crate::{
+    Device,
+    cases::{Case, Results, causal, documents, lists, read},
+};
+
+const EPS: [(DType, f64); 3] = [
+    (DType::BF16, 0.007_812_5),
+    (DType::F16, 0.000_976_562_5),
+    (DType::F32, f32::EPSILON as f64),
+];
+
+/// Relative errors by result; infinite where one is not finite and the other is.
+fn errors(actual: &Results, expected: &Results) -> Vec<(&'static str, f64)> {
+    let pairs = actual.all.iter().zip(&expected.all);
+    pairs
+        .map(|((name, actual), (_, expected))| {
+            let (mut error, mut size) = (0.0, 0.0);
+            for (a, e) in actual.iter().zip(expected) {
+                if e.is_finite() && a.is_finite() {
+                    error += (a - e).powi(2);
+                    size += e * e;
+                } else if a != e {
+                    error = f64::INFINITY;
+                }
+            }
+            (*name, (error / f64::max(size, 1e-300)).sqrt())
+        })
+        .collect()
+}
+
+/// Runs a case by a routine: errors of at most 4 eps, in f32 plus twice those of textbook attention in f32.
+fn judge(name: &str, mut case: Case, dtype: (DType, f64), routine: Routine, backward: bool) -> u32 {
+    let expected = case.expected();
+    case.options = case.options.clone().with_routine(routine);
+    let errors_of = |case: &Case| errors(&case.run(backward), &expected);
+    let ours = errors_of(&case);
+    let mut bounds = vec![4.0 * dtype.1; ours.len()];
+    if dtype.0 == DType::F32 {
+        let plain = case.plain();
+        let textbook = errors(&plain.textbook(), &plain.expected());
+        bounds
+            .iter_mut()
+            .zip(textbook)
+            .for_each(|(bound, (_, error))| *bound += 2.0 * error);
+    }
+    let wrong = ours
+        .iter()
+        .zip(&bounds)
+        .filter(|((_, error), bound)| !(error <= bound))
+        .count();
+    let list: Vec<String> = ours
+        .iter()
+        .map(|(name, error)| format!("{name} {error:.1e}"))
+        .collect();
+    let mark = if wrong > 0 { "  WRONG" } else { "" };
+    println!("{routine} {:?} {name}: {}{mark}", dtype.0, list.join(", "));
+    wrong as u32
+}
+
+fn options() -> AttentionOptions {
+    AttentionOptions::new()
+}
+
+/// Every routine on every list of segments.
+pub(crate) fn check() -> u32 {
+    let mut wrong = 0;
+    for dtype in EPS {
+        for (name, segments) in lists() {
+            let new = |heads, dims| Case::new(segments.clone(), heads, dims, options(), dtype.0);
+            let mut run = |routine, heads: (usize, usize), dims: (usize, usize)| {
+                let name = format!("{name}, heads {heads:?}, dims {dims:?}");
+                wrong += judge(&name, new(heads, dims), dtype, routine, true);
+            };
+            if dtype.0 != DType::F32 {
+                run(Routine::Hopper, (4, 2), (128, 128));
+                run(Routine::Hopper, (4, 1), (64, 64));
+                run(Routine::Hopper, (2, 2), (64, 64));
+            }
+            if dtype.0 == DType::BF16 {
+                run(Routine::Hopper, (2, 1), (192, 128));
+                run(Routine::Hopper, (2, 1), (256, 256));
+                run(Routine::Hopper, (3, 3), (72, 40));
+            }
+            run(Routine::Portable, (2, 1), (128, 128));
+            run(Routine::Portable, (3, 3), (40, 72));
+        }
+        let segments = lists().swap_remove(2).1;
+        let new = |options, dims| Case::new(segments.clone(), (4, 2), dims, options, dtype.0);
+        let capped = || options().with_softcap(2.0);
+        let dropped = capped().with_dropout(Dropout::new(0.2, 9));
+        let case = new(dropped, (96, 256)).with_sinks();
+        wrong += judge(
+            "softcap, sinks, dropout",
+            case,
+            dtype,
+            Routine::Portable,
+            true,
+        );
+        if dtype.0 != DType::F32 {
+            let case = new(capped(), (128, 128)).with_sinks();
+            wrong += judge("softcap, sinks", case, dtype, Routine::Hopper, true);
+        }
+    }
+    wrong
+}
+
+/// Repeats, and documents that are cut.
+pub(crate) fn bits() -> u32 {
+    let mut wrong = 0;
+    for routine in [Routine::Portable, Routine::Hopper] {
+        let forced = options().with_routine(routine);
+        for (name, segments) in lists() {
+            let case = Case::new(segments, (4, 2), (128, 128), forced.clone(), DType::BF16);
+            let first = case.run(true);
+            let same = (0..20).all(|_| case.run(true).all == first.all);
+            println!(
+                "{routine} {name}: 20 repeats {}",
+                if same { "equal" } else { "WRONG" }
+            );
+            wrong += u32::from(!same);
+        }
+        let tokens = 1000;
+        let whole = Case::new(documents(&[tokens]), (2, 2), (64, 64), forced, DType::BF16);
+        let mut cut = Case::new(
+            documents(&[tokens]),
+            (2, 2),
+            (64, 64),
+            whole.options.clone(),
+            DType::BF16,
+        );
+        let cuts = [0, 1, 100, 333, 640, 641, 937, tokens];
+        let pieces = cuts
+            .windows(2)
+            .map(|cut| causal(cut[0]..cut[1], 0..cut[1], 0));
+        cut.segments = Segments::new(pieces.collect(), (1, tokens), (1, tokens)).expect("pieces");
+        let same = whole.run(false).all == cut.run(false).all;
+        println!(
+            "{routine} cuts of a document: {}",
+            if same { "equal" } else { "WRONG" }
+        );
+        wrong += u32::from(!same);
+    }
+    wrong
+}
+
+/// Keys behind 2^31 elements of their buffer.
+pub(crate) fn far() -> u32 {
+    let (dim, near) = (64, 300);
+    let tokens = (1usize << 31) / dim + 4096;
+    let device = Default::default();
+    let segments = |tokens: usize| {
+        let list = vec![causal(0..near, tokens - near..tokens, 0)];
+        Segments::new(list, (1, near), (1, tokens)).expect("legal segments")
+    };
+    let random = |seed: u64, tokens: usize| -> FloatTensor<Device> {
+        Device::seed(&device, seed);
+        let shape = [1, 1, tokens, dim].into();
+        let range = burn::tensor::Distribution::Uniform(-1.0, 1.0);
+        <Device as FloatTensorOps<Device>>::float_random(
+            shape,
+            range,
+            &device,
+            burn::tensor::FloatDType::BF16,
+        )
+    };
+    let last = |tensor: FloatTensor<Device>, tokens: usize| {
+        let from = |start: usize, end: usize| burn::tensor::Slice::from(start..end);
+        let slices = [
+            from(0, 1),
+            from(0, 1),
+            from(tokens - near, tokens),
+            from(0, dim),
+        ];
+        <Device as FloatTensorOps<Device>>::float_slice(tensor, &slices)
+    };
+    let mut wrong = 0;
+    let (q, dout) = (random(1, near), random(2, near));
+    let (k, v) = (random(3, tokens), random(4, tokens));
+    let (k_near, v_near) = (last(k.clone(), tokens), last(v.clone(), tokens));
+    for routine in [Routine::Portable, Routine::Hopper] {
+        let options = options().with_routine(routine);
+        let run = |k: &FloatTensor<Device>, v: &FloatTensor<Device>, tokens: usize| {
+            let segments = segments(tokens);
+            let input = AttentionInput::new(q.clone(), k.clone(), v.clone());
+            let output = Device::attention_forward(input, &segments, &options);
+            let (out, lse) = (output.out, output.lse);
+            let input = AttentionBackwardInput::new(
+                q.clone(),
+                k.clone(),
+                v.clone(),
+                out.clone(),
+                lse.clone(),
+                dout.clone(),
+            );
+            let grads = Device::attention_backward(input, &segments, &options);
+            let (dk, dv) = (last(grads.dk, tokens), last(grads.dv, tokens));
+            [out, lse, grads.dq, dk, dv].map(read)
+        };
+        let (far, near) = (run(&k, &v, tokens), run(&k_near, &v_near, near));
+        let size = |values: &[f64]| values.iter().map(|x| x * x).sum::<f64>().sqrt();
+        let error = far.iter().zip(&near).map(|(far, near)| {
+            let difference: Vec<f64> = far.iter().zip(near).map(|(a, b)| a - b).collect();
+            size(&difference) / size(near)
+        });
+        let error = error.fold(0.0, f64::max);
+        // Sums over queries may be cut elsewhere, so rounding differs.
+        let right = error < 0.01;
+        let verdict = if right { "right" } else { "WRONG" };
+        println!("{routine}: keys behind 2^31 elements {verdict} ({error:.1e})");
+        wrong += u32::from(!right);
+    }
+    wrong
+}

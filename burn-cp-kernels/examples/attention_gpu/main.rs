@@ -1,0 +1,52 @@
+//! Attention on a CUDA device: is it right, equal to the bit where promised, and how fast?
+//!
+//! One program that needs no Rust on the machine with the device:
+//!
+//! ```text
+//! cargo build --release -p burn-cp-kernels --example attention_gpu --features cuda,reference,burn/autotune
+//! attention_gpu check bits far time burn      # any of these; all without arguments
+//! ```
+//!
+//! Ends with status 1 if a result is wrong.
+
+mod cases;
+mod correct;
+mod speed;
+
+use std::process::ExitCode;
+
+/// The device, without fusion: kernels are launched as they are called.
+type Device = burn_cubecl::CubeBackend<cubecl::cuda::CudaRuntime, f32, i32, u8>;
+
+fn main() -> ExitCode {
+    let mut asked: Vec<String> = std::env::args().skip(1).collect();
+    if asked.is_empty() {
+        asked = ["check", "bits", "far", "time", "burn"]
+            .map(String::from)
+            .into();
+    }
+    let mut failures = 0;
+    for what in asked {
+        let start = std::time::Instant::now();
+        match what.as_str() {
+            "check" => failures += correct::check(),
+            "bits" => failures += correct::bits(),
+            "far" => failures += correct::far(),
+            "time" => speed::routines(),
+            "burn" => speed::against_burn(),
+            "portable" => speed::portable(),
+            other => {
+                eprintln!("expected check, bits, far, time, portable or burn, got {other}");
+                return ExitCode::from(2);
+            }
+        }
+        println!("{what}: {:.1} s", start.elapsed().as_secs_f64());
+    }
+    match failures {
+        0 => ExitCode::SUCCESS,
+        failures => {
+            println!("{failures} results are wrong");
+            ExitCode::FAILURE
+        }
+    }
+}
