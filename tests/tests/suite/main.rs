@@ -11,6 +11,8 @@ mod broadcast;
 mod burn_modules;
 mod capabilities;
 mod collectives;
+#[cfg(feature = "wgpu")]
+mod cube;
 mod documents;
 mod exactness;
 mod gradients;
