@@ -91,19 +91,12 @@ fn choose<R: AttentionRuntime>(
             expected: "a build that has it".into(),
             got: "composed, portable and hopper".into(),
         }),
-        None => match R::own_check(device, problem, dtype, options) {
-            Ok(()) => Ok(RoutineChoice::new(
-                Routine::Hopper,
-                "made for this device, dtype and size of vectors",
-            )),
-            Err(why) => {
-                check_portable::<R>(problem, dtype, device)?;
-                Ok(RoutineChoice::new(
-                    Routine::Portable,
-                    format!("not hopper: {why}"),
-                ))
-            }
-        },
+        // Hopper's kernels are taken by force only, until all checks of `examples/attention_gpu` have passed with them.
+        None => {
+            check_portable::<R>(problem, dtype, device)?;
+            let reason = format!("serves every device of {}", R::NAME);
+            Ok(RoutineChoice::new(Routine::Portable, reason))
+        }
     }
 }
 

@@ -1,11 +1,9 @@
 //! Sizes that a kernel is compiled for.
 
 /// Units per cube.
-pub(crate) const UNITS: usize = 128;
-/// Units along a row of a tile of scores.
-pub(crate) const LANES: usize = 16;
-/// Units along a column of it.
-pub(crate) const ROW_LANES: usize = UNITS / LANES;
+pub(crate) const UNITS: usize = 256;
+/// Units along a side of the square.
+pub(crate) const LANES: usize = UNITS / 16;
 /// Columns of a tile of scores. Tiles of keys start at multiples of it in the document.
 pub(crate) const COLUMNS: usize = 64;
 
@@ -16,7 +14,7 @@ pub(crate) struct Blueprint {
     pub(crate) head_dim: usize,
     /// Size of a value vector.
     pub(crate) v_head_dim: usize,
-    /// Rows of scores per unit; a tile has [`ROW_LANES`] times as many.
+    /// Rows of scores per unit; a tile has 16 times as many.
     pub(crate) rows_per_unit: usize,
     /// Dims that are multiplied between two loads, a multiple of 4.
     pub(crate) dim_chunk: usize,
@@ -48,7 +46,7 @@ pub(crate) struct Columns {
 impl Blueprint {
     /// Rows of a tile of scores.
     pub(crate) fn rows(&self) -> usize {
-        ROW_LANES * self.rows_per_unit
+        16 * self.rows_per_unit
     }
 
     /// How the columns of vectors of this dim are shared.

@@ -1,9 +1,8 @@
 //! Parts of kernels, in CubeCL: tiles in shared memory and products of them, masks, scores, dropout.
 //!
-//! A cube has [`UNITS`] units, seen as a rectangle of 8 × 16 for products of rows with rows
-//! (`tile::products`), where a unit has some rows and four neighbouring columns, and as another one
-//! for products of weights with rows (`tile::weigh`). A unit has many sums (8 × 4 where registers
-//! allow), since each number that it reads from shared memory should serve many multiplications. No plane operation is used, so that any runtime can
+//! A cube has [`UNITS`] units, seen as a square of 16 × 16 for products of rows with rows
+//! (`tile::products`), where a unit has some rows and four neighbouring columns, and as a rectangle
+//! for products of weights with rows (`tile::weigh`). No plane operation is used, so that any runtime can
 //! run them. Everything is computed in f32.
 
 // The functions of this room are inlined into kernels, whose state is many registers and buffers.
@@ -15,5 +14,5 @@ pub(crate) mod records;
 pub(crate) mod scores;
 pub(crate) mod tile;
 
-pub(crate) use config::{Blueprint, COLUMNS, Columns, Features, LANES, ROW_LANES, UNITS};
+pub(crate) use config::{Blueprint, COLUMNS, Columns, Features, LANES, UNITS};
 pub(crate) use records::{KEY_TILE_FIELDS, ROW_TILE_FIELDS, VISIT_FIELDS};

@@ -6,7 +6,7 @@
 
 use cubecl::prelude::*;
 
-use super::{Blueprint, COLUMNS, Columns, LANES, ROW_LANES, UNITS};
+use super::{Blueprint, COLUMNS, Columns, LANES, UNITS};
 
 /// Four numbers.
 pub(crate) type V4 = Vector<f32, Const<4>>;
@@ -119,7 +119,7 @@ fn load_item<F: Float, N: Size>(
     to[place * comptime!(part.stride) + vector + comptime!(part.to)] = value;
 }
 
-/// `sums[i, j] += a[row i] · b[column j]`: rows `unit / 16 + 8 i` of `a`, columns
+/// `sums[i, j] += a[row i] · b[column j]`: rows `unit / 16 + 16 i` of `a`, columns
 /// `unit % 16 * 4 + j` of `b`, over all dims.
 #[cube]
 pub(crate) fn products<F: Float, G: Float, N: Size>(
@@ -167,21 +167,21 @@ fn multiply(stage: &SharedMemory<V4>, sums: &mut Array<f32>, #[comptime] bluepri
     let b_at = (UNIT_POS as usize % LANES) * stride + comptime!(blueprint.rows() * stride);
     #[unroll]
     for d in 0..comptime!(blueprint.dim_chunk / 4) {
-        let mut b = Array::<V4>::new(4usize);
-        #[unroll]
-        for j in 0..4usize {
-            b[j] = stage[b_at + comptime!(j * LANES * stride + d)];
-        }
+        let mut a = Array::<V4>::new(per_unit);
         #[unroll]
         for i in 0..per_unit {
-            let x = stage[a_at + comptime!(i * ROW_LANES * stride + d)];
+            a[i] = stage[a_at + comptime!(i * LANES * stride + d)];
+        }
+        #[unroll]
+        for j in 0..4usize {
+            let b = stage[b_at + comptime!(j * LANES * stride + d)];
             #[unroll]
-            for j in 0..4usize {
-                let y = b[j];
+            for i in 0..per_unit {
+                let x = a[i];
                 let mut sum = sums[comptime!(i * 4 + j)];
                 #[unroll]
                 for e in 0..4usize {
-                    sum = fma(x[e], y[e], sum);
+                    sum = fma(x[e], b[e], sum);
                 }
                 sums[comptime!(i * 4 + j)] = sum;
             }

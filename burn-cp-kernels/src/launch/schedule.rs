@@ -1,6 +1,6 @@
 //! Schedules: which tile of rows walks which tiles of keys, and which queries visit which keys.
 
-use std::{any::Any, collections::BTreeMap, ops::Range, sync::Arc};
+use std::{any::Any, ops::Range, sync::Arc};
 
 use cubecl::{client::ComputeClient, prelude::Runtime, server::Handle};
 
@@ -113,33 +113,47 @@ fn row_tile(segment: &Segment, document: u32, tile: Range<usize>) -> [i32; ROW_T
     ]
 }
 
-/// Tiles of all keys of the buffer, and for each the queries of every segment that see some of it. The
-/// tiles lie at multiples of their size in the buffer: no promise rests on where sums over queries
-/// are cut.
+/// Tiles of all keys of the buffer, and for each the queries of every segment that see some of it.
+///
+/// Tiles end where the keys of a segment start or end: keys of a tile have the same segments, so that no number of another
+/// segment's queries is ever multiplied, not even by 0, on the way to their gradients.
 fn key_tiles(segments: &Segments, size: usize) -> (Vec<i32>, Vec<i32>) {
-    let mut visits: BTreeMap<(usize, usize), Vec<i32>> = BTreeMap::new();
-    for (segment, document) in segments.iter().zip(segments.documents()) {
-        if segment.k.is_empty() {
-            continue;
-        }
-        for tile in segment.k.start / size..=(segment.k.end - 1) / size {
-            if let Some(visit) = visit(segment, *document, tile * size..(tile + 1) * size) {
-                visits
-                    .entry((segment.k_row, tile))
-                    .or_default()
-                    .extend(visit);
-            }
-        }
-    }
     let (batch, tokens) = segments.k_shape();
     let (mut records, mut list) = (Vec::new(), Vec::new());
     for row in 0..batch {
-        for tile in 0..tokens.div_ceil(size) {
+        let here = |segment: &Segment| segment.k_row == row && !segment.k.is_empty();
+        let mut cuts = vec![0, tokens];
+        for segment in segments.iter().filter(|segment| here(segment)) {
+            cuts.extend([segment.k.start, segment.k.end]);
+        }
+        cuts.sort_unstable();
+        cuts.dedup();
+        let starts: Vec<usize> = cuts
+            .windows(2)
+            .flat_map(|run| (run[0]..run[1]).step_by(size))
+            .collect();
+        let end = |index: usize| starts.get(index + 1).copied().unwrap_or(tokens);
+        let mut visits: Vec<Vec<i32>> = vec![Vec::new(); starts.len()];
+        for (segment, document) in segments.iter().zip(segments.documents()) {
+            if !here(segment) {
+                continue;
+            }
+            let first = starts.partition_point(|start| *start < segment.k.start);
+            let last = starts.partition_point(|start| *start < segment.k.end);
+            for index in first..last {
+                visits[index].extend(
+                    visit(segment, *document, starts[index]..end(index))
+                        .iter()
+                        .flatten(),
+                );
+            }
+        }
+        for (index, visits) in visits.into_iter().enumerate() {
             let first = (list.len() / VISIT_FIELDS) as i32;
-            list.extend(visits.remove(&(row, tile)).unwrap_or_default());
+            list.extend(visits);
             let last = (list.len() / VISIT_FIELDS) as i32;
-            let len = size.min(tokens - tile * size);
-            records.extend([row as i32, (tile * size) as i32, len as i32, first, last]);
+            let (start, len) = (starts[index], end(index) - starts[index]);
+            records.extend([row as i32, start as i32, len as i32, first, last]);
         }
     }
     (records, list)
@@ -380,6 +394,24 @@ mod tests {
         assert_eq!(rows, (0..210).collect::<Vec<_>>());
         let keys = tokens(&schedule.key_tiles, KEY_TILE_FIELDS);
         assert_eq!(keys, (0..230).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn tiles_of_keys_lie_within_segments() {
+        let segments = example();
+        let schedule = Schedule::new(&segments, 64).unwrap();
+        for tile in schedule.key_tiles.chunks(KEY_TILE_FIELDS) {
+            let (start, end) = (tile[1] as usize, (tile[1] + tile[2]) as usize);
+            for segment in &segments {
+                let apart = segment.k.end <= start || segment.k.start >= end;
+                let around = segment.k.start <= start && segment.k.end >= end;
+                assert!(apart || around || segment.k.is_empty());
+            }
+            for visit in tile[3]..tile[4] {
+                let v = &schedule.visits[visit as usize * VISIT_FIELDS..][..VISIT_FIELDS];
+                assert_eq!((v[4], v[5]), (0, tile[2]));
+            }
+        }
     }
 
     #[test]

@@ -14,10 +14,7 @@ const DIM_STEP: usize = 8;
 
 /// Rows per unit, dims and rows per chunk, the fastest first. The later ones need less shared memory.
 const CUTS: [(usize, usize, usize); 5] =
-    [(8, 64, 64), (8, 32, 32), (4, 16, 16), (4, 16, 8), (2, 8, 4)];
-
-/// Vectors longer than this leave no registers for eight rows per unit.
-const MANY_ROWS_DIM: usize = 128;
+    [(4, 64, 64), (4, 32, 32), (4, 16, 16), (2, 16, 8), (2, 8, 4)];
 
 /// Refuses sizes of vectors and dtypes that the kernels do not serve.
 pub(crate) fn check(problem: &AttentionProblem, dtype: DType) -> Result<(), AttentionError> {
@@ -55,12 +52,10 @@ pub(crate) fn blueprint(
     features: Features,
     shared_bytes: usize,
 ) -> Result<Blueprint, AttentionError> {
-    let longest = problem.head_dim.max(problem.v_head_dim);
-    let most = if longest > MANY_ROWS_DIM { 4 } else { 8 };
-    let cut = |(rows_per_unit, dim_chunk, row_chunk): (usize, usize, usize)| Blueprint {
+    let cut = |(rows_per_unit, dim_chunk, row_chunk)| Blueprint {
         head_dim: problem.head_dim,
         v_head_dim: problem.v_head_dim,
-        rows_per_unit: rows_per_unit.min(most),
+        rows_per_unit,
         dim_chunk,
         row_chunk,
         features,

@@ -4,7 +4,7 @@
 //! columns by `exp(lse) / (exp(lse) + exp(sink))`, and the weights of the backward pass are those
 //! of `log(exp(lse) + exp(sink))`.
 
-use burn::tensor::{Tensor, activation::sigmoid, backend::Backend};
+use burn::tensor::{Tensor, backend::Backend};
 
 /// Scales `out [batch, num_heads, tokens, dim]`, computed without sinks, given its `lse [batch,
 /// num_heads, tokens, 1]` and `sinks [num_heads]`. Rows without keys stay 0.
@@ -13,7 +13,8 @@ pub(crate) fn apply<B: Backend>(
     lse: Tensor<B, 4>,
     sinks: Tensor<B, 1>,
 ) -> Tensor<B, 4> {
-    out * sigmoid(lse - per_head(sinks))
+    // Not Burn's sigmoid, which computes in f32 whatever the dtype is.
+    out / ((per_head(sinks) - lse).exp() + 1.0)
 }
 
 /// `log(exp(lse) + exp(sink))`, `[batch, num_heads, tokens, 1]`.

@@ -1,5 +1,4 @@
 //! Collectives among ranks that are threads: each leaves a reference to its tensor and computes its own result from the others'.
-//! Where ranks have devices of their own, the rows that a rank needs are copied to its device first.
 
 use std::sync::Arc;
 
@@ -21,32 +20,29 @@ pub fn run_on_threads<B: Backend>(
     let parts = group
         .meet(call.number, signature, payload.clone())
         .unwrap_or_else(|error| error.raise());
-    let device = payload.device();
-    let whole = |part: &Arc<Payload<B>>| Payload::clone(part).moved_to(&device);
     match op {
-        Collective::AllGather { dim, .. } => {
-            Payload::concat(parts.iter().map(whole).collect(), *dim, &payload)
-        }
+        Collective::AllGather { dim, .. } => Payload::concat(
+            parts.iter().map(|part| Payload::clone(part)).collect(),
+            *dim,
+            &payload,
+        ),
         Collective::ReduceScatter { dim, sizes } => {
             let start: usize = sizes[..group.rank()].iter().sum();
             let range = start..start + sizes[group.rank()];
-            let rows = parts
-                .iter()
-                .map(|part| part.rows(*dim, &range).moved_to(&device));
-            sum(rows, payload)
+            sum(parts.iter().map(|part| part.rows(*dim, &range)), payload)
         }
-        Collective::AllReduce => sum(parts.iter().map(whole), payload),
+        Collective::AllReduce => sum(parts.iter().map(|part| Payload::clone(part)), payload),
         Collective::Exchange { dim, plan } => {
-            let pieces = plan.pieces().iter().map(|piece| {
-                let rows = parts[piece.source].rows(*dim, &piece.range);
-                rows.moved_to(&device)
-            });
+            let pieces = plan
+                .pieces()
+                .iter()
+                .map(|piece| parts[piece.source].rows(*dim, &piece.range));
             Payload::concat(pieces.collect(), *dim, &payload)
         }
         Collective::ExchangeReverse { dim, plan } => sum_back(&parts, *dim, plan, &payload),
-        Collective::Broadcast { root } => whole(&parts[*root]),
+        Collective::Broadcast { root } => Payload::clone(&parts[*root]),
         Collective::Reduce { root } if *root == group.rank() => {
-            sum(parts.iter().map(whole), payload)
+            sum(parts.iter().map(|part| Payload::clone(part)), payload)
         }
         Collective::Reduce { .. } => payload.zeros_like(0, payload.shape()[0]),
     }
@@ -68,8 +64,7 @@ fn sum_back<B: Backend>(
     let mut total = like.zeros_like(dim, plan.input_len()).widened();
     for sent in plan.sends() {
         let rows = sent.at..sent.at + sent.range.len();
-        let taken = parts[sent.destination].rows(dim, &rows);
-        let taken = taken.moved_to(&like.device()).widened();
+        let taken = parts[sent.destination].rows(dim, &rows).widened();
         let so_far = total.rows(dim, &sent.range);
         total = if sent.range == (0..plan.input_len()) {
             so_far.add(taken)

@@ -40,7 +40,7 @@ pub(crate) struct Case {
 }
 
 impl Case {
-    pub(crate) fn random(random: &mut Random) -> Self {
+    fn random(random: &mut Random) -> Self {
         let world_size = random.int(1..=8);
         let batch = random.int(1..=3);
         let documents = random_documents(random, batch);
@@ -304,7 +304,7 @@ where
 ///
 /// The rule compares norms, which says little about a handful of values, where either side may be lucky. A case that misses it
 /// is therefore judged over sixteen draws of its inputs together, by the same rule.
-pub(crate) fn check<B>(case: &Case, random: &mut Random, dtype: DType) -> (usize, usize)
+fn check<B>(case: &Case, random: &mut Random, dtype: DType) -> (usize, usize)
 where
     B: AutodiffBackend + ContextParallelBackend,
     B::InnerBackend: InnerAttention + ContextParallelBackend,

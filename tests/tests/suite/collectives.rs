@@ -16,7 +16,7 @@ use proptest::prelude::*;
 use crate::operations::{KINDS, Kind, MOVING, Operation};
 
 /// Values are small integers, so that sums are exact in every dtype and the results can be compared exactly.
-pub(crate) fn floats_arrive_as_planned<B: CollectiveBackend>(dtype: DType) {
+fn floats_arrive_as_planned<B: CollectiveBackend>(dtype: DType) {
     let mut random = Random::new(1);
     for world_size in 1..=5 {
         for kind in KINDS.into_iter().flat_map(|kind| [kind; 4]) {
@@ -52,7 +52,7 @@ fn floats_arrive_as_planned_under_autodiff() {
     floats_arrive_as_planned::<Autodiff<NdArray<f64>, BalancedCheckpointing>>(DType::F64);
 }
 
-pub(crate) fn integers_and_booleans_arrive_as_planned<B: CollectiveBackend>() {
+fn integers_and_booleans_arrive_as_planned<B: CollectiveBackend>() {
     let mut random = Random::new(2);
     for world_size in 1..=5 {
         for kind in KINDS.into_iter().flat_map(|kind| [kind; 2]) {

@@ -11,8 +11,6 @@ mod broadcast;
 mod burn_modules;
 mod capabilities;
 mod collectives;
-#[cfg(feature = "wgpu")]
-mod cube;
 mod documents;
 mod exactness;
 mod gradients;

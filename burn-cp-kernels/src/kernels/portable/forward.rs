@@ -3,7 +3,7 @@
 use cubecl::prelude::*;
 
 use crate::components::{
-    Blueprint, COLUMNS, LANES, ROW_LANES, UNITS, dropout,
+    Blueprint, COLUMNS, LANES, UNITS, dropout,
     records::{RowTile, row_tile},
     scores::{MASKED, NO_SCORE, Numbers, score, within},
     tile::{Place, V4, products, rows_of, store, weigh, zero_sums, zeros},
@@ -51,7 +51,7 @@ pub(crate) fn forward<F: Float, N: Size>(
     if comptime!(blueprint.features.dropout) {
         #[unroll]
         for i in 0..per_unit {
-            let position = tile.q_position + (y + comptime!(i * ROW_LANES)) as u32;
+            let position = tile.q_position + (y + comptime!(i * LANES)) as u32;
             let (a, b) = dropout::row_states(&numbers, head, tile.document, position);
             state_a[i] = a;
             state_b[i] = b;
@@ -80,7 +80,7 @@ pub(crate) fn forward<F: Float, N: Size>(
         mask_rows(&mut s, &mut partial, &tile, start, &numbers, blueprint);
         sync_cube();
         if x < per_unit {
-            let row = y + x * ROW_LANES;
+            let row = y + x * LANES;
             let before = maxima[row];
             let mut max = before;
             #[unroll]
@@ -93,7 +93,7 @@ pub(crate) fn forward<F: Float, N: Size>(
         sync_cube();
         #[unroll]
         for i in 0..per_unit {
-            let row = y + comptime!(i * ROW_LANES);
+            let row = y + comptime!(i * LANES);
             let max = maxima[row];
             let mut sum = normalisers[i] * factors[row];
             let mut weight = V4::new(0.0f32);
@@ -120,11 +120,11 @@ pub(crate) fn forward<F: Float, N: Size>(
 
     #[unroll]
     for i in 0..per_unit {
-        partial[(y + comptime!(i * ROW_LANES)) * LANES + x] = normalisers[i];
+        partial[(y + comptime!(i * LANES)) * LANES + x] = normalisers[i];
     }
     sync_cube();
     if x < per_unit {
-        let row = y + x * ROW_LANES;
+        let row = y + x * LANES;
         let mut sum = f32::new(0.0);
         #[unroll]
         for lane in 0..LANES {
@@ -170,7 +170,7 @@ fn mask_rows(
     let x = UNIT_POS as usize % LANES;
     #[unroll]
     for i in 0..comptime!(blueprint.rows_per_unit) {
-        let row = y + comptime!(i * ROW_LANES);
+        let row = y + comptime!(i * LANES);
         let own = tile.own + row as i32;
         let mut max = f32::new(NO_SCORE);
         #[unroll]

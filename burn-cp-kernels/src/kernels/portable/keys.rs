@@ -3,7 +3,7 @@
 use cubecl::prelude::*;
 
 use crate::components::{
-    Blueprint, COLUMNS, LANES, ROW_LANES, dropout,
+    Blueprint, COLUMNS, LANES, dropout,
     records::{Visit, key_tile, visit},
     scores::{MASKED, Numbers, product_gradient, score, slope, within},
     tile::{Place, V4, products, rows_of, store, weigh, zero_sums, zeros},
@@ -156,7 +156,7 @@ fn column_gradients(
     #[unroll]
     for i in 0..comptime!(blueprint.rows_per_unit) {
         let at = comptime!(i * 4 + j);
-        let key = (y + comptime!(i * ROW_LANES)) as i32;
+        let key = (y + comptime!(i * LANES)) as i32;
         let seen = within_visit
             && key >= visit.first_key
             && key < visit.last_key
@@ -191,6 +191,6 @@ fn put(
         for j in 0..4usize {
             weight[j] = values[comptime!(i * 4 + j)];
         }
-        weights[(y + comptime!(i * ROW_LANES)) * comptime!(blueprint.weight_stride()) + x] = weight;
+        weights[(y + comptime!(i * LANES)) * comptime!(blueprint.weight_stride()) + x] = weight;
     }
 }

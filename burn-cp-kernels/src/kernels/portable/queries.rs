@@ -3,7 +3,7 @@
 use cubecl::prelude::*;
 
 use crate::components::{
-    Blueprint, COLUMNS, LANES, ROW_LANES, dropout,
+    Blueprint, COLUMNS, LANES, dropout,
     records::row_tile,
     scores::{MASKED, Numbers, product_gradient, score, slope, within},
     tile::{Place, V4, products, rows_of, store, weigh, zero_sums, zeros},
@@ -49,7 +49,7 @@ pub(crate) fn queries<F: Float, G: Float, N: Size>(
     let mut state_b = Array::<u32>::new(per_unit);
     #[unroll]
     for i in 0..per_unit {
-        let row = y + comptime!(i * ROW_LANES);
+        let row = y + comptime!(i * LANES);
         if (row as i32) < tile.num_rows {
             let per_head = dq.shape(2);
             let at = (tile.q_row as usize * dq.shape(1) + head as usize) * per_head
@@ -86,7 +86,7 @@ pub(crate) fn queries<F: Float, G: Float, N: Size>(
         );
         #[unroll]
         for i in 0..per_unit {
-            let row = y + comptime!(i * ROW_LANES);
+            let row = y + comptime!(i * LANES);
             let own = tile.own + row as i32;
             let mut weight = V4::new(0.0f32);
             #[unroll]
