@@ -186,8 +186,10 @@ pub(crate) fn against_burn() {
     let [q, k, v] = [leaf(), leaf(), leaf()];
     let wait = || Fused::sync(&device).expect("a device without errors");
     let burn = |q, k, v| {
-        let mut options = AttentionModuleOptions::default();
-        options.is_causal = true;
+        let options = AttentionModuleOptions {
+            is_causal: true,
+            ..Default::default()
+        };
         module::attention(q, k, v, None, None, options)
     };
     let ours = |routine: Option<Routine>| {

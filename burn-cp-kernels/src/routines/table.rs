@@ -8,10 +8,10 @@ use crate::definition::{AttentionOptions, AttentionProblem, Dropout, Segments};
 const DTYPES: [DType; 4] = [DType::F64, DType::F32, DType::F16, DType::BF16];
 
 fn problem(head_dim: usize, v_head_dim: usize) -> AttentionProblem {
-    let segments = Segments::new(vec![], (1, 4), (1, 4)).unwrap();
+    let segments = Segments::new(vec![], (1, 4), (1, 4)).expect("no segment is a legal list");
     let shape = |dim| [1, 2, 4, dim];
     let (q, v) = (shape(head_dim), shape(v_head_dim));
-    AttentionProblem::new(q, q, v, &segments).unwrap()
+    AttentionProblem::new(q, q, v, &segments).expect("shapes that fit")
 }
 
 fn dtypes(serves: impl Fn(DType) -> bool) -> String {

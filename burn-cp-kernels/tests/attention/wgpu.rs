@@ -298,7 +298,7 @@ fn piece(case: &Case, queries: Range<usize>, keys: Range<usize>) -> Vec<Vec<f64>
         window,
         ..causal(queries.clone(), keys.clone(), keys.start)
     };
-    let segments = Segments::new(vec![segment], (1, tokens), (1, tokens)).unwrap();
+    let segments = Segments::new(vec![segment], (1, tokens), (1, tokens)).expect("a legal segment");
     let [q, k, v] = case.qkv::<Cube>(DType::F32);
     let output = attention_forward(q, k, v, &segments, &case.options);
     let rows = |values: Vec<f64>, dim: usize| -> Vec<Vec<f64>> {

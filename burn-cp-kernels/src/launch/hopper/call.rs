@@ -153,6 +153,53 @@ impl<'a> Call<'a> {
         // these tensors, and outputs are not shared yet.
         unsafe { self.client.launch_unchecked(source, count, arguments) };
     }
+
+    /// The numbers of the kernels at both ends of the backward pass, and of the one between them. `lengths` are those of the
+    /// tables of items and of tiles of queries.
+    fn backward_numbers(
+        &self,
+        [num_items, num_q_tiles]: [i64; 2],
+        [out, dout, lse, dq, dk, dv]: [&Tensor; 6],
+    ) -> ([i64; 16], [i64; 16]) {
+        let problem = self.problem;
+        let columns = [problem.head_dim as i64, problem.v_head_dim as i64];
+        let ends = numbers([
+            &strides(out),
+            &strides(dout),
+            &strides(lse)[..2],
+            &strides(dq),
+            &[self.scale(), problem.num_heads as i64, num_q_tiles],
+            &columns,
+        ]);
+        let main = [
+            self.scale(),
+            self.softcap(),
+            num_items,
+            problem.group() as i64,
+            num_q_tiles,
+        ];
+        let main = numbers([&strides(dk), &strides(dv), &main, &columns]);
+        (ends, main)
+    }
+
+    /// The gradient of sinks, from what the backward pass knows of every row.
+    fn sinks_gradient(
+        &self,
+        sinks: Tensor,
+        like: &Tensor,
+        ends: &Handle,
+        stats: &Handle,
+    ) -> Tensor {
+        let (heads, dtype) = (self.problem.num_heads, sinks.dtype);
+        let sinks = sinks_f32(sinks).handle;
+        let dsinks = empty(like, &[heads], DType::F32);
+        let buffers = [ends, stats, &sinks, &dsinks.handle];
+        self.launch(Entry::BackwardSinks, heads, vec![], &buffers);
+        match dtype {
+            DType::F32 => dsinks,
+            dtype => cast(dsinks, dtype),
+        }
+    }
 }
 
 /// An f32 as the kernels read it from an i64.
@@ -306,26 +353,9 @@ pub(crate) fn backward(
     let stats = floats(per_tile * 2 * queries);
     let turns = floats(32 + per_tile);
     let shares = floats(per_tile * queries * call.padded.head_dim);
-    let tiles = num_q_tiles as i64;
-    let lse_strides = strides(&lse);
-    let columns = [problem.head_dim as i64, problem.v_head_dim as i64];
-    let ends = numbers([
-        &strides(&out),
-        &strides(&dout),
-        &lse_strides[..2],
-        &strides(&dq),
-        &[call.scale(), heads as i64, tiles],
-        &columns,
-    ]);
+    let lengths = [num_items as i64, num_q_tiles as i64];
+    let (ends, main) = call.backward_numbers(lengths, [&out, &dout, &lse, &dq, &dk, &dv]);
     let ends = parameters(&q, segments, ends);
-    let main = [
-        call.scale(),
-        call.softcap(),
-        num_items as i64,
-        problem.group() as i64,
-        tiles,
-    ];
-    let main = numbers([&strides(&dk), &strides(&dv), &main, &columns]);
     let main = parameters(&q, segments, main);
     if per_tile > 0 {
         let begin = [
@@ -356,20 +386,6 @@ pub(crate) fn backward(
         let end = [&plan[2], &ends, &shares, &turns, &dq.handle];
         call.launch(Entry::BackwardEnd, per_tile, vec![], &end);
     }
-    let dsinks = input.sinks.map(|sinks| {
-        let dtype = sinks.dtype;
-        let sinks = sinks_f32(sinks).handle;
-        let dsinks = empty(&q, &[heads], DType::F32);
-        call.launch(
-            Entry::BackwardSinks,
-            heads,
-            vec![],
-            &[&ends, &stats, &sinks, &dsinks.handle],
-        );
-        match dtype {
-            DType::F32 => dsinks,
-            dtype => cast(dsinks, dtype),
-        }
-    });
+    let dsinks = (input.sinks).map(|sinks| call.sinks_gradient(sinks, &q, &ends, &stats));
     AttentionGradients::new(dq, dk, dv).with_dsinks(dsinks)
 }
