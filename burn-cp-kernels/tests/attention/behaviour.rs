@@ -2,7 +2,7 @@
 
 use burn::{
     backend::{Flex, NdArray},
-    tensor::{DType, Tensor},
+    tensor::{DType, Int, Tensor, module, ops::AttentionModuleOptions},
 };
 use burn_cp_kernels::{
     AttentionBackwardInput, AttentionError, AttentionOptions, Segment, Segments, Window,
@@ -246,4 +246,68 @@ fn views_are_accepted_like_contiguous_tensors() {
     let case = Case::packed(&[30, 5, 70], SMALL);
     run::<Flex>(&case);
     run::<NdArray>(&case);
+}
+
+/// Burn's function with the same arguments; a mask, a bias and causal calls of unequal lengths are left to it.
+#[test]
+fn the_function_with_burns_signature_gives_what_burns_does() {
+    let device = Default::default();
+    let tensor = |heads, tokens, dim, shift: f32| {
+        let values = Tensor::<Flex, 1, Int>::arange(0..(2 * heads * tokens * dim) as i64, &device);
+        let values = values.float().mul_scalar(0.7).add_scalar(shift).sin();
+        values.reshape([2, heads, tokens, dim])
+    };
+    let (q, k, v) = (
+        tensor(4, 9, 8, 0.1),
+        tensor(4, 9, 8, 0.5),
+        tensor(4, 9, 6, 0.9),
+    );
+    let (long_k, long_v) = (tensor(4, 13, 8, 0.2), tensor(4, 13, 6, 0.3));
+    let mask = q.clone().matmul(k.clone().transpose()).greater_elem(0.5);
+    let bias = q.clone().matmul(k.clone().transpose());
+    let options = |is_causal, scale| AttentionModuleOptions {
+        is_causal,
+        scale,
+        ..Default::default()
+    };
+    for (k, v, mask, bias, options) in [
+        (&k, &v, None, None, options(false, None)),
+        (&k, &v, None, None, options(true, None)),
+        (&k, &v, None, None, options(true, Some(0.3))),
+        (&long_k, &long_v, None, None, options(false, None)),
+        (&long_k, &long_v, None, None, options(true, None)),
+        (&k, &v, Some(mask), None, options(false, None)),
+        (&k, &v, None, Some(bias), options(true, None)),
+    ] {
+        let run = |attention: fn(_, _, _, _, _, _) -> Tensor<Flex, 4>| {
+            let (mask, bias) = (mask.clone(), bias.clone());
+            values(&attention(
+                q.clone(),
+                k.clone(),
+                v.clone(),
+                mask,
+                bias,
+                options,
+            ))
+        };
+        let (got, want) = (run(burn_cp_kernels::attention), run(module::attention));
+        let error = relative(&got, &want);
+        assert!(
+            error <= 16.0 * f64::from(f32::EPSILON),
+            "{error} with {options:?}"
+        );
+    }
+    // Fewer heads of keys and values are those heads repeated.
+    let (few_k, few_v) = (k.clone().narrow(1, 0, 2), v.clone().narrow(1, 0, 2));
+    let repeat = |x: Tensor<Flex, 4>| {
+        let [batch, heads, tokens, dim] = x.dims();
+        let x = x.unsqueeze_dim::<5>(2).repeat_dim(2, 2);
+        x.reshape([batch, 2 * heads, tokens, dim])
+    };
+    let causal = options(true, None);
+    let got =
+        burn_cp_kernels::attention(q.clone(), few_k.clone(), few_v.clone(), None, None, causal);
+    let want = module::attention(q, repeat(few_k), repeat(few_v), None, None, causal);
+    let error = relative(&values(&got), &values(&want));
+    assert!(error <= 16.0 * f64::from(f32::EPSILON), "{error}");
 }
