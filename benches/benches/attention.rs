@@ -7,25 +7,32 @@
 
 use std::hint::black_box;
 
-use burn::{
-    backend::Flex,
-    tensor::{Distribution, Tensor, module::attention},
-};
-use burn_cp_kernels::{AttentionOptions, Segment, Segments, attention_forward};
+use burn::tensor::{Distribution, Tensor, module::attention};
+use burn_cp_kernels::{AttentionBackend, AttentionOptions, Segment, Segments, attention_forward};
 use criterion::{Criterion, criterion_group, criterion_main};
 
 const LENGTHS: [usize; 6] = [17, 64, 128, 200, 300, 315];
 const NUM_HEADS: usize = 4;
 const HEAD_DIM: usize = 32;
 
-fn varlen(c: &mut Criterion) {
-    let device = Default::default();
+fn on_flex(c: &mut Criterion) {
+    varlen::<burn::backend::Flex>(c, "Flex", &Default::default());
+}
+
+/// On the device that Burn takes; `CUBECL_WGPU_DEFAULT_DEVICE=Cpu` asks for software Vulkan.
+#[cfg(feature = "wgpu")]
+fn on_wgpu(c: &mut Criterion) {
+    varlen::<burn::backend::Wgpu<f32, i32, u32>>(c, "Wgpu", &Default::default());
+}
+
+fn varlen<B: AttentionBackend>(c: &mut Criterion, backend: &str, device: &B::Device) {
+    let wait = || B::sync(device).expect("a device without errors");
     let tokens: usize = LENGTHS.iter().sum();
     let random = || {
-        Tensor::<Flex, 4>::random(
+        Tensor::<B, 4>::random(
             [1, NUM_HEADS, tokens, HEAD_DIM],
             Distribution::Default,
-            &device,
+            device,
         )
     };
     let (q, k, v) = (random(), random(), random());
@@ -50,7 +57,9 @@ fn varlen(c: &mut Criterion) {
     let segments =
         Segments::new(segments, (1, tokens), (1, tokens)).expect("documents that fill their row");
     let options = AttentionOptions::new();
-    let mut group = c.benchmark_group("forward, 1,024 tokens in 6 documents, Flex f32");
+    let mut group = c.benchmark_group(format!(
+        "forward, 1,024 tokens in 6 documents, {backend} f32"
+    ));
     group.bench_function("burn-cp varlen", |b| {
         b.iter(|| {
             black_box(attention_forward(
@@ -59,13 +68,14 @@ fn varlen(c: &mut Criterion) {
                 v.clone(),
                 &segments,
                 &options,
-            ))
+            ));
+            wait();
         });
     });
     group.bench_function("burn attention per document", |b| {
         b.iter(|| {
             for range in &ranges {
-                let part = |x: &Tensor<Flex, 4>| {
+                let part = |x: &Tensor<B, 4>| {
                     x.clone()
                         .slice([0..1, 0..NUM_HEADS, range.clone(), 0..HEAD_DIM])
                 };
@@ -75,10 +85,14 @@ fn varlen(c: &mut Criterion) {
                 };
                 black_box(attention(part(&q), part(&k), part(&v), None, None, options));
             }
+            wait();
         });
     });
     group.finish();
 }
 
-criterion_group!(benches, varlen);
+#[cfg(not(feature = "wgpu"))]
+criterion_group!(benches, on_flex);
+#[cfg(feature = "wgpu")]
+criterion_group!(benches, on_flex, on_wgpu);
 criterion_main!(benches);

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use burn::tensor::{BasicOps, DType, Int, Tensor, TensorData, backend::Backend};
+use burn::tensor::{BasicOps, Bool, DType, Int, Tensor, TensorData, backend::Backend};
 
 /// A row-major array of three dims.
 #[derive(Debug, Clone, PartialEq)]
@@ -90,6 +90,13 @@ impl Host {
     pub fn int_tensor<B: Backend>(&self) -> Tensor<B, 3, Int> {
         #[allow(clippy::cast_possible_truncation)]
         let values: Vec<i64> = self.values.iter().map(|value| *value as i64).collect();
+        Tensor::from_data(TensorData::new(values, self.shape), &B::Device::default())
+    }
+
+    /// A tensor of which values are not 0.
+    pub fn bool_tensor<B: Backend>(&self) -> Tensor<B, 3, Bool> {
+        // Not from integers: Burn's CubeCL backends cannot compare tensors without elements.
+        let values: Vec<bool> = self.values.iter().map(|value| *value != 0.0).collect();
         Tensor::from_data(TensorData::new(values, self.shape), &B::Device::default())
     }
 

@@ -4,6 +4,7 @@
 //! Nothing here is a test.
 
 mod attention;
+mod backend;
 mod cases;
 mod forms;
 mod host;
@@ -11,6 +12,7 @@ mod random;
 mod worlds;
 
 pub use attention::{Attention, Problem, attention_in_f64, attention_in_tensor_ops, visible};
+pub use backend::{DEVICE, DTYPES, TestBackend, head_dim};
 pub use cases::{random_documents, random_layout, random_mask, random_placement};
 pub use forms::Form;
 pub use host::{Host, floats, ints, relative_error, to_bits};

@@ -1,4 +1,4 @@
-//! Timings: medians of synchronised batches of calls. TFLOP/s count 4 · heads · head_dim · visible pairs forward
+//! Timings: medians of synchronised runs. TFLOP/s count 4 · heads · head_dim · visible pairs forward
 //! and 2.5 times that backward, with half the square of a document's length as its pairs.
 
 use std::time::Instant;
@@ -22,18 +22,21 @@ use crate::{
     cases::{documents, sync},
 };
 
-/// Median seconds of a call.
-fn median(calls: usize, mut call: impl FnMut(), wait: impl Fn()) -> f64 {
-    for _ in 0..2 {
-        call();
-    }
-    wait();
-    let mut times: Vec<f64> = (0..7)
+/// Median seconds that a call takes behind another one: of three calls less one, halved, so that the host's launch and wait
+/// are left out, as CUDA events leave them out. The device rests between measurements, so that it keeps its clock.
+fn median(mut call: impl FnMut(), wait: impl Fn()) -> f64 {
+    let mut seconds = |calls: usize| {
+        wait();
+        let start = Instant::now();
+        (0..calls).for_each(|_| call());
+        wait();
+        start.elapsed().as_secs_f64()
+    };
+    seconds(3);
+    let mut times: Vec<f64> = (0..15)
         .map(|_| {
-            let start = Instant::now();
-            (0..calls).for_each(|_| call());
-            wait();
-            start.elapsed().as_secs_f64() / calls as f64
+            let one = seconds(1);
+            (seconds(3) - one) / 2.0
         })
         .collect();
     times.sort_by(f64::total_cmp);
@@ -116,7 +119,7 @@ fn random(shape: [usize; 4], dtype: FloatDType) -> FloatTensor<Device> {
     <Device as FloatTensorOps<Device>>::float_swap_dims(tensor, 1, 2)
 }
 
-fn time(work: &Work, routine: Routine, dtype: FloatDType, calls: usize) {
+fn time(work: &Work, routine: Routine, dtype: FloatDType) {
     let segments: Segments = documents(&work.lengths);
     let (_, tokens) = segments.q_shape();
     let q = [1, work.heads.0, tokens, work.head_dim];
@@ -132,11 +135,11 @@ fn time(work: &Work, routine: Routine, dtype: FloatDType, calls: usize) {
     let (k, v) = (random(k, dtype), random(k, dtype));
     let input = AttentionInput::new(q.clone(), k.clone(), v.clone());
     let forward = || Device::attention_forward(input.clone(), &segments, &options);
-    let forward_s = median(calls, || drop(forward()), sync);
+    let forward_s = median(|| drop(forward()), sync);
     let output = forward();
     let input = AttentionBackwardInput::new(q, k, v, output.out, output.lse, dout);
     let backward = || Device::attention_backward(input.clone(), &segments, &options);
-    let backward_s = median(calls, || drop(backward()), sync);
+    let backward_s = median(|| drop(backward()), sync);
     let pairs: f64 = work
         .lengths
         .iter()
@@ -156,7 +159,7 @@ fn time(work: &Work, routine: Routine, dtype: FloatDType, calls: usize) {
 /// Every routine on every work; the portable one on those that end soon.
 pub(crate) fn routines() {
     for work in works() {
-        time(&work, Routine::Hopper, FloatDType::BF16, 10);
+        time(&work, Routine::Hopper, FloatDType::BF16);
     }
     portable();
 }
@@ -164,9 +167,9 @@ pub(crate) fn routines() {
 /// The portable routine on some works.
 pub(crate) fn portable() {
     for index in [0, 3, 7, 8] {
-        time(&works()[index], Routine::Portable, FloatDType::BF16, 1);
+        time(&works()[index], Routine::Portable, FloatDType::BF16);
     }
-    time(&works()[0], Routine::Portable, FloatDType::F32, 1);
+    time(&works()[0], Routine::Portable, FloatDType::F32);
 }
 
 type Fused = Autodiff<burn::backend::Cuda<bf16, i32>>;
@@ -206,11 +209,10 @@ pub(crate) fn against_burn() {
         ("ours, chosen", Box::new(ours(None))),
     ];
     for (name, attention) in all {
-        let forward = median(1, || drop(attention(q.clone(), k.clone(), v.clone())), wait);
+        let forward = median(|| drop(attention(q.clone(), k.clone(), v.clone())), wait);
         println!("{problem}, {name} | forward {:.2} ms", forward * 1e3);
         let leaves = || [&q, &k, &v].map(|leaf| leaf.clone().require_grad());
         let both = median(
-            1,
             || {
                 let [q, k, v] = leaves();
                 let grads = attention(q.clone(), k.clone(), v.clone()).sum().backward();

@@ -91,12 +91,17 @@ fn choose<R: AttentionRuntime>(
             expected: "a build that has it".into(),
             got: "composed, portable and hopper".into(),
         }),
-        // Hopper's kernels are taken by force only, until all checks of `examples/attention_gpu` have passed with them.
-        None => {
-            check_portable::<R>(problem, dtype, device)?;
-            let reason = format!("serves every device of {}", R::NAME);
-            Ok(RoutineChoice::new(Routine::Portable, reason))
-        }
+        None => match R::own_check(device, problem, dtype, options) {
+            Ok(()) => Ok(RoutineChoice::new(
+                Routine::Hopper,
+                "the fastest on this device",
+            )),
+            Err(why) => {
+                check_portable::<R>(problem, dtype, device)?;
+                let reason = format!("serves every device of {}; not hopper: {why}", R::NAME);
+                Ok(RoutineChoice::new(Routine::Portable, reason))
+            }
+        },
     }
 }
 

@@ -49,8 +49,8 @@ fn the_documented_table_is_what_the_code_serves() {
         row_portable[2],
         dtypes(|dtype| serves(&problem(64, 64), dtype))
     );
-    assert_eq!(row_portable[3], "each a multiple of 8 from 32 to 256");
-    let sizes: Vec<usize> = (32..=256).step_by(8).collect();
+    assert_eq!(row_portable[3], "each a multiple of 8 from 8 to 256");
+    let sizes: Vec<usize> = (8..=256).step_by(8).collect();
     let pairs = sizes
         .iter()
         .flat_map(|a| sizes.iter().map(move |b| (*a, *b)));

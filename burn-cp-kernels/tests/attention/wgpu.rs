@@ -87,8 +87,8 @@ fn grouped_heads_and_dims() {
     if !device_exists() {
         return;
     }
-    let dims = [(40, 32), (64, 72), (128, 64), (96, 256), (256, 40)];
-    let groups = [(1, 1), (4, 4), (2, 1), (8, 1), (6, 3)];
+    let dims = [(40, 32), (64, 72), (128, 64), (96, 256), (256, 40), (8, 16)];
+    let groups = [(1, 1), (4, 4), (2, 1), (8, 1), (6, 3), (2, 2)];
     for ((head_dim, v_head_dim), (num_heads, num_kv_heads)) in dims.into_iter().zip(groups) {
         let heads = Heads {
             num_heads,

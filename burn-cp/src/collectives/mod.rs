@@ -32,6 +32,8 @@ mod exchange;
 mod linear;
 mod payload;
 mod threads;
+#[cfg(feature = "cubecl")]
+mod through_host;
 
 use burn::tensor::{Numeric, Shape, Tensor};
 
@@ -40,6 +42,8 @@ pub use exchange::{ExchangeError, ExchangePlan, Piece, SentRange};
 pub use linear::{Call, Collective};
 pub use payload::{CollectiveElement, Payload};
 pub use threads::run_on_threads;
+#[cfg(feature = "cubecl")]
+pub use through_host::run_through_host;
 
 use crate::comm::ProcessGroup;
 

@@ -14,6 +14,30 @@ use crate::{
     models::qwen3_vl::Qwen3VlConfig,
 };
 
+/// Where a run computes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum Device {
+    /// On the processor, by Flex.
+    #[default]
+    Cpu,
+    /// On a GPU through Vulkan, Metal or WebGPU; a build with the feature `wgpu`.
+    Wgpu,
+    /// On an NVIDIA GPU; a build with the feature `cuda`.
+    Cuda,
+}
+
+impl Device {
+    /// What the program was built for.
+    #[must_use]
+    pub fn built() -> Vec<Self> {
+        let mut devices = vec![Self::Cpu];
+        devices.extend(cfg!(feature = "wgpu").then_some(Self::Wgpu));
+        devices.extend(cfg!(feature = "cuda").then_some(Self::Cuda));
+        devices
+    }
+}
+
 /// How tokens are dealt out to ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
@@ -75,6 +99,8 @@ pub struct TrainConfig {
     pub ranks: usize,
     /// Ranks along the data-parallel axis; the others share each sequence.
     pub dp: usize,
+    /// Where ranks compute.
+    pub device: Device,
     /// Which rank owns which tokens.
     pub layout: Layout,
     /// How keys and values travel.
@@ -122,6 +148,7 @@ impl Default for TrainConfig {
         Self {
             ranks: 2,
             dp: 1,
+            device: Device::Cpu,
             layout: Layout::HeadTail,
             exchange: Exchange::NeededOnly,
             vision: Vision::Sharded,
@@ -264,6 +291,12 @@ impl TrainConfig {
     /// The first field that is out of range.
     pub fn validate(&self) -> Result<(), TrainConfigError> {
         self.mesh()?;
+        let built = Device::built();
+        if !built.contains(&self.device) {
+            let feature = format!("{:?}", self.device).to_lowercase();
+            let expected = format!("one of {built:?}, or a build with the feature {feature}");
+            return Err(field("device", &expected, feature));
+        }
         if self.packs_per_step == 0 || !self.packs_per_step.is_multiple_of(self.dp) {
             let expected = format!("a multiple of dp = {}", self.dp);
             return Err(field("packs_per_step", &expected, self.packs_per_step));

@@ -2,13 +2,11 @@
 
 use std::collections::{HashMap, HashSet, hash_map::Entry};
 
-use burn::backend::autodiff::checkpoint::strategy::BalancedCheckpointing;
-use burn::backend::{Autodiff, Flex};
 use burn_cp::launch::LaunchError;
 
 use super::{
     Checkpointing, Exchange, Layout, ModelSize, Outcome, TrainConfig, Vision, max_rel_diff,
-    max_rel_grad_diff, train,
+    max_rel_grad_diff, train_on_device,
 };
 
 /// Largest relative difference of the loss from one rank's that a case may show, in `f32` over twenty steps.
@@ -186,9 +184,14 @@ pub fn run_cases(
         );
         let reference = match references.entry(key) {
             Entry::Occupied(reference) => reference.into_mut(),
-            Entry::Vacant(slot) => slot.insert(train_one(&case.config.on_one_rank())?),
+            Entry::Vacant(slot) => slot.insert(train_on_device(
+                &case.config.on_one_rank(),
+                None,
+                false,
+                true,
+            )?),
         };
-        let outcome = train_one(&case.config)?;
+        let outcome = train_on_device(&case.config, None, false, true)?;
         let empty = Vec::new();
         let result = CaseResult {
             case: case.clone(),
@@ -204,15 +207,6 @@ pub fn run_cases(
         results.push(result);
     }
     Ok(results)
-}
-
-fn train_one(config: &TrainConfig) -> Result<Outcome, LaunchError> {
-    match config.checkpointing {
-        Checkpointing::None => train::<Autodiff<Flex>>(config, None, false, true),
-        Checkpointing::Balanced => {
-            train::<Autodiff<Flex, BalancedCheckpointing>>(config, None, false, true)
-        }
-    }
 }
 
 #[cfg(test)]

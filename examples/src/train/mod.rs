@@ -7,6 +7,8 @@
 mod batches;
 mod checkpoint;
 mod config;
+#[cfg(feature = "flex")]
+mod device;
 mod evaluate;
 #[cfg(feature = "flex")]
 pub mod grid;
@@ -20,9 +22,11 @@ mod worker;
 pub use batches::to_batch;
 pub use checkpoint::{CheckpointError, TrainState};
 pub use config::{
-    Checkpointing, ConfigFileError, Exchange, Layout, ModelSize, TrainConfig, TrainConfigError,
-    Vision, load_config,
+    Checkpointing, ConfigFileError, Device, Exchange, Layout, ModelSize, TrainConfig,
+    TrainConfigError, Vision, load_config,
 };
+#[cfg(feature = "flex")]
+pub use device::train_on_device;
 pub use evaluate::{Score, evaluate};
 pub use outcome::{Outcome, max_rel_diff, max_rel_grad_diff};
 pub use report::{ReportError, Reporter, Summary};

@@ -8,14 +8,13 @@ use std::{
     },
 };
 
-use burn::backend::{Autodiff, Flex, autodiff::checkpoint::strategy::BalancedCheckpointing};
 use burn_cp::launch::LaunchError;
 use clap::Parser;
 
 use super::{
-    CheckpointError, Checkpointing, ConfigFileError, Exchange, Layout, ModelSize, Outcome,
+    CheckpointError, Checkpointing, ConfigFileError, Device, Exchange, Layout, ModelSize, Outcome,
     ReportError, Reporter, Summary, TrainConfig, TrainConfigError, Vision, load_config,
-    max_rel_diff, max_rel_grad_diff, report::checkpoints_in, train,
+    max_rel_diff, max_rel_grad_diff, report::checkpoints_in, train_on_device,
 };
 
 /// Train a small Qwen3-VL to read handwritten digits, its sequences and its vision tower sharded over ranks.
@@ -28,6 +27,9 @@ pub struct TrainArgs {
     /// Ranks along the data-parallel axis; the mesh is dp x (ranks / dp) [default: 1]
     #[arg(long)]
     pub dp: Option<usize>,
+    /// Where ranks compute [default: cpu]
+    #[arg(long, value_enum)]
+    pub device: Option<Device>,
     /// Which rank owns which tokens [default: head-tail]
     #[arg(long, value_enum)]
     pub layout: Option<Layout>,
@@ -121,6 +123,7 @@ impl TrainArgs {
         flags!(
             ranks,
             dp,
+            device,
             layout,
             exchange,
             vision,
@@ -161,11 +164,11 @@ pub fn run(args: &TrainArgs) -> Result<bool, RunError> {
     })?;
     let mesh = config.mesh()?;
     reporter.print(&format!(
-        "{mesh} on CPU threads, {:?} layout, {:?} exchange",
-        config.layout, config.exchange
+        "{mesh} in threads, {:?}, {:?} layout, {:?} exchange",
+        config.device, config.layout, config.exchange
     ));
     reporter.start();
-    let outcome = train_on_cpu(&config, Some(&reporter), args.resume, args.compare)?;
+    let outcome = train_on_device(&config, Some(&reporter), args.resume, args.compare)?;
     let interrupted = outcome.steps_done < config.steps;
     let final_loss = outcome.losses.last().copied().unwrap_or(f64::NAN);
     reporter.row(
@@ -182,7 +185,7 @@ pub fn run(args: &TrainArgs) -> Result<bool, RunError> {
     done.store(true, Ordering::Relaxed);
     if args.compare && !interrupted {
         println!("training with one rank from the same start ...");
-        let reference = train_on_cpu(&config.on_one_rank(), None, false, true)?;
+        let reference = train_on_device(&config.on_one_rank(), None, false, true)?;
         let grads = |outcome: &Outcome| outcome.first_gradients.clone().unwrap_or_default();
         let loss = max_rel_diff(&outcome.losses, &reference.losses);
         let gradient = max_rel_grad_diff(&grads(&outcome), &grads(&reference));
@@ -197,21 +200,6 @@ pub fn run(args: &TrainArgs) -> Result<bool, RunError> {
     }
     show(&summary, &args.out);
     Ok(interrupted)
-}
-
-/// Trains on Flex, with the checkpointing strategy that the run asks for.
-fn train_on_cpu(
-    config: &TrainConfig,
-    reporter: Option<&Reporter>,
-    resume: bool,
-    keep_gradients: bool,
-) -> Result<Outcome, LaunchError> {
-    match config.checkpointing {
-        Checkpointing::None => train::<Autodiff<Flex>>(config, reporter, resume, keep_gradients),
-        Checkpointing::Balanced => {
-            train::<Autodiff<Flex, BalancedCheckpointing>>(config, reporter, resume, keep_gradients)
-        }
-    }
 }
 
 fn summarize(config: &TrainConfig, outcome: &Outcome, interrupted: bool) -> Summary {

@@ -9,7 +9,7 @@ use std::{
 };
 
 use burn::{
-    backend::{Autodiff, Flex, NdArray},
+    backend::{Autodiff, NdArray},
     tensor::{DType, Tensor, TensorData, TensorPrimitive, backend::AutodiffBackend},
 };
 use burn_cp::{
@@ -20,9 +20,9 @@ use burn_cp::{
     sharder::{ContextParallelConfig, Coordinates, CpStep},
 };
 use burn_cp_tests::{
-    Attention, Form, Problem, Random, attention_in_f64, attention_in_tensor_ops, backward, floats,
-    on_groups, random_documents, random_layout, random_mask, random_placement, relative_error,
-    sharder, to_bits, visible,
+    Attention, Form, Problem, Random, TestBackend, attention_in_f64, attention_in_tensor_ops,
+    backward, floats, head_dim, on_groups, random_documents, random_layout, random_mask,
+    random_placement, relative_error, sharder, to_bits, visible,
 };
 
 #[derive(Debug, Clone)]
@@ -59,8 +59,8 @@ impl Case {
             num_heads: num_kv_heads * random.one_of(&[1, 2, 4]),
             num_kv_heads,
             tokens: documents.seq_len(),
-            head_dim: random.one_of(&[1, 4, 6, 8]),
-            v_head_dim: random.one_of(&[1, 3, 4, 8]),
+            head_dim: head_dim(random.one_of(&[1, 4, 6, 8])),
+            v_head_dim: head_dim(random.one_of(&[1, 3, 4, 8])),
             scale,
         };
         Self {
@@ -358,7 +358,7 @@ fn number_from(variable: &str, default: usize) -> usize {
     }
 }
 
-/// Most cases in `f32` on Flex, every eighth in `f64` on NdArray.
+/// Most cases in `f32` on the backend under test, every eighth in `f64` on NdArray.
 #[test]
 fn attention_is_as_accurate_as_the_textbook_on_random_cases() {
     let (first, num_cases) = (
@@ -381,7 +381,7 @@ fn attention_is_as_accurate_as_the_textbook_on_random_cases() {
             let case = Case::random(&mut random);
             let result = catch_unwind(AssertUnwindSafe(|| match seed % 8 {
                 7 => check::<Autodiff<NdArray<f64>>>(&case, &mut random, DType::F64),
-                _ => check::<Autodiff<Flex>>(&case, &mut random, DType::F32),
+                _ => check::<Autodiff<TestBackend>>(&case, &mut random, DType::F32),
             }));
             match result {
                 Ok((num_padding_ranks, received)) => {

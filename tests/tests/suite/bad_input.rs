@@ -2,10 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use burn::{
-    backend::Flex,
-    tensor::{Tensor, TensorData},
-};
+use burn::tensor::{Tensor, TensorData};
 use burn_cp::{
     attention::AttentionOptions,
     batch::{BatchError, PadRule, SequenceBatch, Stream, StreamDeclaration},
@@ -16,9 +13,9 @@ use burn_cp::{
     nn::{ContextParallelAttentionConfig, NnError},
     sharder::{ContextParallel, ContextParallelConfig, StepError},
 };
-use burn_cp_tests::{sharder, with_deadline};
+use burn_cp_tests::{TestBackend, sharder, with_deadline};
 
-pub(crate) type B = Flex;
+pub(crate) type B = TestBackend;
 
 const DEADLINE: Duration = Duration::from_secs(5);
 

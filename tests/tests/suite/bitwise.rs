@@ -1,15 +1,12 @@
 //! What is equal to the last bit: the forward pass of any world and that of one rank, and one run and the next.
 
-use burn::{
-    backend::{Autodiff, Flex},
-    tensor::DType,
-};
+use burn::{backend::Autodiff, tensor::DType};
 use burn_cp::{
     attention::AttentionOptions,
     layout::{Documents, LayoutPolicy},
     plan::{ExchangeStrategy, MaskKind},
 };
-use burn_cp_tests::{Attention, Form, Problem, Random, random_layout};
+use burn_cp_tests::{Attention, Form, Problem, Random, TestBackend, head_dim, random_layout};
 
 use crate::attention::{Case, run};
 
@@ -38,8 +35,8 @@ fn case(documents: Documents, mask: MaskKind, num_heads: usize) -> Case {
         num_heads,
         num_kv_heads: 2,
         tokens: documents.seq_len(),
-        head_dim: 16,
-        v_head_dim: 8,
+        head_dim: head_dim(16),
+        v_head_dim: head_dim(8),
         scale: None,
     };
     Case {
@@ -59,7 +56,7 @@ fn bits(values: &[f64]) -> Vec<u64> {
 }
 
 fn attention(case: &Case, inputs: &[Vec<f64>; 4]) -> Attention {
-    run::<Autodiff<Flex>>(case, inputs, DType::F32).0
+    run::<Autodiff<TestBackend>>(case, inputs, DType::F32).0
 }
 
 /// Index and both values of the first few that differ.

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use burn::{
-    backend::{Autodiff, Flex},
+    backend::Autodiff,
     tensor::{Bool, Float, Int, Tensor, TensorData},
 };
 use burn_cp::{
@@ -12,7 +12,7 @@ use burn_cp::{
     layout::{Documents, LayoutPolicy},
     sharder::{ContextParallelConfig, CpStep},
 };
-use burn_cp_tests::{floats, ints, on_groups, sharder, with_deadline};
+use burn_cp_tests::{TestBackend, floats, ints, on_groups, sharder, with_deadline};
 
 use crate::steps::config;
 
@@ -118,9 +118,9 @@ fn arrives<B: ContextParallelBackend>(embeddings: bool) {
 
 #[test]
 fn a_batch_arrives_whole_on_every_rank_of_its_group() {
-    arrives::<Flex>(false);
-    arrives::<Flex>(true);
-    arrives::<Autodiff<Flex>>(true);
+    arrives::<TestBackend>(false);
+    arrives::<TestBackend>(true);
+    arrives::<Autodiff<TestBackend>>(true);
 }
 
 #[test]
@@ -134,7 +134,7 @@ fn a_batch_on_no_rank_or_on_the_wrong_one_is_the_same_error_everywhere() {
             let cp = sharder(&groups, declared());
             let own = giving
                 .contains(&cp.group().rank())
-                .then(|| batch::<Flex>(false, 1));
+                .then(|| batch::<TestBackend>(false, 1));
             let result = cp.broadcast_batch(own, 1, &Default::default());
             result.unwrap_err().to_string()
         })
@@ -144,7 +144,7 @@ fn a_batch_on_no_rank_or_on_the_wrong_one_is_the_same_error_everywhere() {
     }
     let errors = on_groups(&[("cp", 2)], |groups| {
         let cp = sharder(&groups, declared());
-        let result = cp.broadcast_batch::<Flex>(None, 2, &Default::default());
+        let result = cp.broadcast_batch::<TestBackend>(None, 2, &Default::default());
         result.unwrap_err().to_string()
     });
     let expected = "expected one rank below 2 on all ranks, got [2, 2]";
@@ -152,7 +152,7 @@ fn a_batch_on_no_rank_or_on_the_wrong_one_is_the_same_error_everywhere() {
     let errors = on_groups(&[("cp", 2)], |groups| {
         let cp = sharder(&groups, declared());
         let root = cp.group().rank();
-        let own = (root == 0).then(|| batch::<Flex>(false, 1));
+        let own = (root == 0).then(|| batch::<TestBackend>(false, 1));
         let result = cp.broadcast_batch(own, root, &Default::default());
         result.unwrap_err().to_string()
     });

@@ -9,7 +9,6 @@ use std::{
 };
 
 use burn::{
-    backend::Flex,
     module::Module,
     nn::{Embedding, EmbeddingConfig},
     tensor::{Tensor, TensorData},
@@ -26,9 +25,9 @@ use burn_cp::{
     },
     vision::VisionShardingConfig,
 };
-use burn_cp_tests::{Random, on_groups, sharder, to_bits, with_deadline};
+use burn_cp_tests::{Random, TestBackend, on_groups, sharder, to_bits, with_deadline};
 
-type B = Flex;
+type B = TestBackend;
 
 const SEQ: usize = 12;
 
@@ -270,6 +269,9 @@ fn on_every_layout_a_token_sees_no_other_document_and_nothing_outside_its_window
     }
 }
 
+/// Size of the one head's vectors.
+const WIDTH: usize = burn_cp_tests::head_dim(4);
+
 /// The bits of each token's output, with the key and value of one token changed.
 fn attended(
     config: &ContextParallelConfig,
@@ -291,10 +293,13 @@ fn attended(
             let value = |token: &usize| {
                 let seed =
                     seed + 100 * *token as u64 + if changed == Some(*token) { 50 } else { 0 };
-                Random::new(seed).floats(4)
+                Random::new(seed).floats(WIDTH)
             };
             let values: Vec<f64> = tokens.iter().flat_map(value).collect();
-            Tensor::<B, 4>::from_data(TensorData::new(values, [1, 1, tokens.len(), 4]), &device)
+            Tensor::<B, 4>::from_data(
+                TensorData::new(values, [1, 1, tokens.len(), WIDTH]),
+                &device,
+            )
         };
         let out = step.attention(
             heads(1, None),
@@ -303,7 +308,7 @@ fn attended(
             options,
         );
         let bits = to_bits(&out);
-        let outputs = bits.chunks(4).map(<[u64]>::to_vec);
+        let outputs = bits.chunks(WIDTH).map(<[u64]>::to_vec);
         tokens.iter().copied().zip(outputs).collect::<Vec<_>>()
     })
     .concat();

@@ -2,7 +2,7 @@
 
 use burn::{
     backend::{
-        Autodiff, Flex, NdArray,
+        Autodiff, NdArray,
         autodiff::checkpoint::strategy::{
             BalancedCheckpointing, CheckpointStrategy, NoCheckpointing,
         },
@@ -10,7 +10,7 @@ use burn::{
     tensor::{Bool, DType, Int, Tensor},
 };
 use burn_cp::collectives::{self, CollectiveBackend};
-use burn_cp_tests::{Host, Random, backward, on_groups, on_ranks, to_bits};
+use burn_cp_tests::{DTYPES, Host, Random, TestBackend, backward, on_groups, on_ranks, to_bits};
 use proptest::prelude::*;
 
 use crate::operations::{KINDS, Kind, MOVING, Operation};
@@ -33,9 +33,9 @@ fn floats_arrive_as_planned<B: CollectiveBackend>(dtype: DType) {
 }
 
 #[test]
-fn floats_arrive_as_planned_on_flex_in_every_dtype() {
-    for dtype in [DType::F16, DType::BF16, DType::F32, DType::F64] {
-        floats_arrive_as_planned::<Flex>(dtype);
+fn floats_arrive_as_planned_in_every_dtype() {
+    for &dtype in DTYPES {
+        floats_arrive_as_planned::<TestBackend>(dtype);
     }
 }
 
@@ -48,7 +48,7 @@ fn floats_arrive_as_planned_on_ndarray() {
 
 #[test]
 fn floats_arrive_as_planned_under_autodiff() {
-    floats_arrive_as_planned::<Autodiff<Flex>>(DType::F32);
+    floats_arrive_as_planned::<Autodiff<TestBackend>>(DType::F32);
     floats_arrive_as_planned::<Autodiff<NdArray<f64>, BalancedCheckpointing>>(DType::F64);
 }
 
@@ -73,7 +73,7 @@ fn integers_and_booleans_arrive_as_planned<B: CollectiveBackend>() {
                     .collect()
             });
             let got = on_ranks(world_size, |group| {
-                let mask: Tensor<B, 3, Bool> = inputs[group.rank()].int_tensor::<B>().bool();
+                let mask: Tensor<B, 3, Bool> = inputs[group.rank()].bool_tensor();
                 Host::of::<B, Int>(&op.moving(mask, &group).int())
             });
             assert_eq!(got, op.on_host(&inputs), "{op:?}");
@@ -83,16 +83,16 @@ fn integers_and_booleans_arrive_as_planned<B: CollectiveBackend>() {
 
 #[test]
 fn integers_and_booleans_arrive_as_planned_on_every_backend() {
-    integers_and_booleans_arrive_as_planned::<Flex>();
+    integers_and_booleans_arrive_as_planned::<TestBackend>();
     integers_and_booleans_arrive_as_planned::<NdArray<f64>>();
-    integers_and_booleans_arrive_as_planned::<Autodiff<Flex>>();
+    integers_and_booleans_arrive_as_planned::<Autodiff<TestBackend>>();
 }
 
 /// Sums start from rank 0 and go up, in the dtype, or in `f32` where the dtype is a half; to the bit.
 #[test]
 fn sums_run_in_rank_order() {
     let mut random = Random::new(3);
-    for dtype in [DType::F16, DType::BF16, DType::F32, DType::F64] {
+    for &dtype in DTYPES {
         for world_size in 2..=5 {
             let inputs: Vec<Host> = (0..world_size)
                 .map(|_| Host {
@@ -100,7 +100,7 @@ fn sums_run_in_rank_order() {
                     values: random.floats(30),
                 })
                 .collect();
-            let tensors: Vec<Tensor<Flex, 3>> =
+            let tensors: Vec<Tensor<TestBackend, 3>> =
                 inputs.iter().map(|input| input.tensor(dtype)).collect();
             let wide = if dtype == DType::F64 {
                 DType::F64
@@ -210,7 +210,7 @@ fn gradients_of_rows_that_several_ranks_took_are_summed() {
     ];
     let gradients = on_ranks(3, |group| {
         let plan = ExchangePlan::new(&[4, 2, 1], &pieces, group.rank()).unwrap();
-        let x = Tensor::<Autodiff<Flex>, 1>::zeros([plan.input_len()], &Default::default())
+        let x = Tensor::<Autodiff<TestBackend>, 1>::zeros([plan.input_len()], &Default::default())
             .require_grad();
         let out = collectives::exchange(x.clone(), 0, &plan.into(), &group);
         let loss = out
@@ -237,7 +237,7 @@ fn several_groups_of_one_world_work_at_the_same_time() {
         let mut all = Vec::new();
         for round in 0..20_u16 {
             let value = f32::from(round) + f32::from(1_u16 << groups.global_rank());
-            let mine = Tensor::<Flex, 1>::full([1], value, &Default::default());
+            let mine = Tensor::<TestBackend, 1>::full([1], value, &Default::default());
             let sum = |group| collectives::all_reduce(mine.clone(), group).into_scalar();
             // The two rows of the mesh take their groups in different orders.
             let (a, b) = if groups
@@ -300,7 +300,7 @@ fn one_rank_alone_keeps_what_it_has() {
         let inputs = op.inputs(|len| random.floats(len));
         let group = burn_cp::comm::ProcessGroup::solo();
         assert_eq!(
-            Host::of(&op.on_tensor(inputs[0].tensor::<Flex>(DType::F64), &group)),
+            Host::of(&op.on_tensor(inputs[0].tensor::<TestBackend>(DType::F64), &group)),
             inputs[0]
         );
     }

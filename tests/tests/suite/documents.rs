@@ -1,16 +1,16 @@
 //! Documents and padding from what data loaders give.
 
-use burn::{backend::Flex, tensor::TensorData};
+use burn::tensor::TensorData;
 use burn_cp::{
     batch::{BatchError, SequenceBatch},
     layout::{Documents, LayoutError, LayoutPolicy, SelfOnly},
     sharder::{ContextParallel, StepError},
 };
-use burn_cp_tests::{ints, on_groups, sharder};
+use burn_cp_tests::{TestBackend, ints, on_groups, sharder};
 
 use crate::{bad_input::refused, steps::config};
 
-type B = Flex;
+type B = TestBackend;
 
 fn ids() -> SequenceBatch<B> {
     SequenceBatch::from_ids(TensorData::zeros::<i64, _>([1, 5]))

@@ -1,7 +1,7 @@
 //! What other implementations of context parallelism get wrong without saying so; see `docs/exactness.md`.
 
 use burn::{
-    backend::{Autodiff, Flex, NdArray},
+    backend::{Autodiff, NdArray},
     tensor::{DType, Tensor, TensorData},
 };
 use burn_cp::{
@@ -12,8 +12,8 @@ use burn_cp::{
     sharder::{ContextParallel, ContextParallelConfig, Coordinates},
 };
 use burn_cp_tests::{
-    Form, Host, Problem, Random, attention_in_f64, backward, floats, on_groups, relative_error,
-    sharder, to_bits,
+    Form, Host, Problem, Random, TestBackend, attention_in_f64, backward, floats, head_dim,
+    on_groups, relative_error, sharder, to_bits,
 };
 
 use crate::{
@@ -28,8 +28,8 @@ fn causal_problem(tokens: usize) -> Problem {
         num_heads: 2,
         num_kv_heads: 1,
         tokens,
-        head_dim: 4,
-        v_head_dim: 4,
+        head_dim: head_dim(4),
+        v_head_dim: head_dim(4),
         scale: None,
     }
 }
@@ -92,7 +92,8 @@ fn packed_documents_stay_apart_in_every_layout() {
         let output = |shift: f64| {
             on_groups(&[("cp", 2)], |groups| {
                 let ids = TensorData::zeros::<i64, _>([1, 24]);
-                let batch = SequenceBatch::<Flex>::from_ids(ids).with_documents(documents.clone());
+                let batch =
+                    SequenceBatch::<TestBackend>::from_ids(ids).with_documents(documents.clone());
                 let step = sharder(&groups, config(&layout))
                     .shard(batch, &Default::default())
                     .unwrap();
@@ -100,7 +101,9 @@ fn packed_documents_stay_apart_in_every_layout() {
                     let value = ((token * 4 + i) as f64).sin();
                     if token < 8 { value + shift } else { value }
                 });
-                let whole = values.tensor::<Flex>(DType::F32).unsqueeze_dim::<4>(1);
+                let whole = values
+                    .tensor::<TestBackend>(DType::F32)
+                    .unsqueeze_dim::<4>(1);
                 let x = step.shard_tokens(whole, 2, Coordinates::Input, None);
                 let out = step.attention(x.clone(), x.clone(), x, &AttentionOptions::causal());
                 to_bits(&step.gather_tokens(out, 2, Coordinates::Input, None))
@@ -144,7 +147,7 @@ fn padding_of_a_document_is_no_key_in_full_attention() {
 /// Keys and values of padding may hold anything. The rank takes part in backward all the same.
 #[test]
 fn a_rank_of_padding_with_infinite_keys_has_gradients_of_zero() {
-    type B = Autodiff<Flex>;
+    type B = Autodiff<TestBackend>;
     let documents = Documents::from_lengths(&[vec![5]], 16).unwrap();
     for exchange in [ExchangeStrategy::AllGather, ExchangeStrategy::NeededOnly] {
         on_groups(&[("cp", 4)], |groups| {
@@ -189,10 +192,10 @@ fn a_rank_of_padding_with_infinite_keys_has_gradients_of_zero() {
 fn attention_of_other_tokens_than_the_step_has_is_refused_on_one_rank_too() {
     let cp = ContextParallel::solo(config(&LayoutPolicy::Identity));
     let ids = TensorData::zeros::<i64, _>([1, 6]);
-    let batch = SequenceBatch::<Flex>::from_ids(ids)
+    let batch = SequenceBatch::<TestBackend>::from_ids(ids)
         .with_documents(Documents::from_lengths(&[vec![2, 4]], 6).unwrap());
     let step = cp.shard(batch, &Default::default()).unwrap();
-    let x = |tokens: usize| Tensor::<Flex, 4>::ones([1, 2, tokens, 4], &Default::default());
+    let x = |tokens: usize| Tensor::<TestBackend, 4>::ones([1, 2, tokens, 4], &Default::default());
     for tokens in [5, 7, 12] {
         let message = panic_of(|| {
             drop(step.attention(x(tokens), x(tokens), x(tokens), &AttentionOptions::causal()));

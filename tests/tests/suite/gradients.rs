@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use burn::{
-    backend::{Autodiff, Flex, NdArray},
+    backend::{Autodiff, NdArray},
     module::{Module, Param},
     optim::GradientsParams,
     tensor::{
@@ -16,7 +16,7 @@ use burn_cp::{
     nn::{ParameterError, check_parameters},
     optim::{GradientSync, broadcast_parameters, clip_by_global_norm, sync_gradients},
 };
-use burn_cp_tests::{Random, floats, on_groups, relative_error, with_deadline};
+use burn_cp_tests::{Random, TestBackend, floats, on_groups, relative_error, with_deadline};
 
 type Inner = NdArray<f64>;
 type B = Autodiff<Inner>;
@@ -123,7 +123,7 @@ where
 fn gradients_are_summed_whatever_the_buckets_and_missing_ones_count_as_zero() {
     check_sync::<Autodiff<NdArray<f64>>>();
     check_sync::<Autodiff<NdArray<f32>>>();
-    check_sync::<Autodiff<Flex>>();
+    check_sync::<Autodiff<TestBackend>>();
 }
 
 #[test]

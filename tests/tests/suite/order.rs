@@ -2,7 +2,7 @@
 
 use burn::{
     backend::{
-        Autodiff, Flex, NdArray,
+        Autodiff, NdArray,
         autodiff::checkpoint::strategy::{
             BalancedCheckpointing, CheckpointStrategy, NoCheckpointing,
         },
@@ -13,7 +13,7 @@ use burn_cp::{
     collectives,
     comm::{ProcessGroup, ProgramOrder},
 };
-use burn_cp_tests::{backward, floats, on_ranks};
+use burn_cp_tests::{TestBackend, backward, floats, on_ranks};
 
 type B<C = NoCheckpointing> = Autodiff<NdArray<f64>, C>;
 
@@ -234,7 +234,8 @@ fn what_one_rank_keeps_of_an_evaluation_does_not_matter() {
 #[test]
 fn exchanges_of_exchanges_have_the_product_of_their_gradients() {
     let gradients = on_ranks(2, |group| {
-        let x = Tensor::<Autodiff<Flex>, 1>::full([2], 1.0, &Default::default()).require_grad();
+        let x =
+            Tensor::<Autodiff<TestBackend>, 1>::full([2], 1.0, &Default::default()).require_grad();
         let once = collectives::all_reduce(x.clone(), &group);
         let twice = collectives::all_reduce(once.clone() * once, &group);
         x.grad(&backward(&twice.sum(), &group))

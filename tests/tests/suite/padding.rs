@@ -1,7 +1,7 @@
 //! Small batches written out: what each rank holds of every stream, token by token.
 
 use burn::{
-    backend::{Autodiff, Flex, NdArray},
+    backend::{Autodiff, NdArray},
     tensor::{DType, Float, Int, Tensor, TensorData},
 };
 use burn_cp::{
@@ -11,7 +11,9 @@ use burn_cp::{
     plan::ExchangeStrategy,
     sharder::{ContextParallelConfig, Coordinates, PrimaryStream},
 };
-use burn_cp_tests::{Host, Random, backward, floats, ints, on_groups, sharder, to_bits};
+use burn_cp_tests::{
+    Host, Random, TestBackend, backward, floats, ints, on_groups, sharder, to_bits,
+};
 
 use crate::{steps::config, verbs::panic_of};
 
@@ -81,7 +83,7 @@ fn every_rank_holds_its_tokens_and_padding_is_marked_and_counted_on() {
         on_groups(&[("cp", 2)], |groups| {
             let cp = sharder(&groups, config(&layout));
             let batch = || {
-                SequenceBatch::<Flex>::from_ids(ids())
+                SequenceBatch::<TestBackend>::from_ids(ids())
                     .with_labels(labels())
                     .with_attention_mask(&mask())
                     .unwrap()
@@ -117,7 +119,7 @@ fn every_rank_holds_its_tokens_and_padding_is_marked_and_counted_on() {
 fn positions_restart_with_documents_and_count_on_through_padding() {
     let ranks = on_groups(&[("cp", 2)], |groups| {
         let ids = TensorData::new(vec![1_i64, 1, 2, 2, 0], [1, 5]);
-        let batch = SequenceBatch::<Flex>::from_ids(ids.clone())
+        let batch = SequenceBatch::<TestBackend>::from_ids(ids.clone())
             .with_document_ids(&ids)
             .unwrap();
         let step = sharder(&groups, config(&CONTIGUOUS))
@@ -148,10 +150,15 @@ fn values_are_cut_filled_and_gathered_again() {
         let ranks = on_groups(&[("cp", 2)], |groups| {
             let ids = TensorData::zeros::<i64, _>([1, 5]);
             let step = sharder(&groups, config(&layout))
-                .shard(SequenceBatch::<Flex>::from_ids(ids), &Default::default())
+                .shard(
+                    SequenceBatch::<TestBackend>::from_ids(ids),
+                    &Default::default(),
+                )
                 .unwrap();
-            let values =
-                Tensor::<Flex, 2>::from_data([[10.0, 20.0, 30.0, 40.0, 50.0]], &Default::default());
+            let values = Tensor::<TestBackend, 2>::from_data(
+                [[10.0, 20.0, 30.0, 40.0, 50.0]],
+                &Default::default(),
+            );
             let local = step.shard_tokens(values.clone(), 1, Coordinates::Input, Some(-1.0));
             let again = step.gather_tokens(local.clone(), 1, Coordinates::Input, None);
             assert_eq!(to_bits(&again), to_bits(&values));
@@ -194,7 +201,7 @@ fn deepstack_rows_are_those_of_a_ranks_marked_tokens() {
             let device = Default::default();
             let mask = TensorData::new(marks.to_vec(), [1, marks.len()]);
             let num_rows = marks.iter().map(|mark| i64::from(*mark)).sum::<i64>();
-            let layer = Tensor::<Flex, 1, Int>::arange(1..num_rows + 1, &device).float();
+            let layer = Tensor::<TestBackend, 1, Int>::arange(1..num_rows + 1, &device).float();
             let layer = layer.reshape([num_rows, 1]);
             let ids = TensorData::zeros::<i64, _>([1, marks.len()]);
             let batch = SequenceBatch::from_ids(ids).with_deepstack(mask, vec![layer; 2]);
@@ -246,7 +253,7 @@ fn a_batch_whose_primary_stream_is_left_whole_is_otherwise_cut_alike() {
                 };
                 let count = |len: usize| (0..len as i64).collect::<Vec<_>>();
                 let values = TensorData::new(per_layer.clone(), [3, rows, seq, 2]);
-                let batch = SequenceBatch::<Flex>::from_ids(TensorData::new(
+                let batch = SequenceBatch::<TestBackend>::from_ids(TensorData::new(
                     count(rows * seq),
                     [rows, seq],
                 ))
@@ -255,7 +262,7 @@ fn a_batch_whose_primary_stream_is_left_whole_is_otherwise_cut_alike() {
                 .with_documents(documents.clone())
                 .with_stream(
                     "per layer",
-                    Stream::new(Tensor::<Flex, 4>::from_data(values, &device)),
+                    Stream::new(Tensor::<TestBackend, 4>::from_data(values, &device)),
                 );
                 sharder(&groups, config).shard(batch, &device).unwrap()
             };
@@ -266,7 +273,7 @@ fn a_batch_whose_primary_stream_is_left_whole_is_otherwise_cut_alike() {
                 ints(&whole.padding_mask().int()),
                 ints(&cut.padding_mask().int())
             );
-            let stream = |step: &burn_cp::sharder::CpStep<Flex>| {
+            let stream = |step: &burn_cp::sharder::CpStep<TestBackend>| {
                 to_bits(&step.stream::<4, Float>("per layer").unwrap())
             };
             assert_eq!(stream(&whole), stream(&cut));
@@ -279,7 +286,7 @@ fn a_batch_whose_primary_stream_is_left_whole_is_otherwise_cut_alike() {
 /// Which tokens a rank holds follows from its place along the sharded axis, not from its place in the world.
 #[test]
 fn on_a_mesh_of_two_axes_every_group_shards_its_own_batch() {
-    type B = Autodiff<Flex>;
+    type B = Autodiff<TestBackend>;
     let ranks = on_groups(&[("dp", 2), ("cp", 2)], |groups| {
         let replica = groups.along(&["dp"]).unwrap().rank();
         let values = Tensor::<B, 1, Int>::arange(0..8, &Default::default()).float();

@@ -1,7 +1,7 @@
 //! Batches whose tokens are moved before they are dealt out: every stream as if it had been moved by hand, and nothing lost.
 
 use burn::{
-    backend::{Autodiff, Flex, NdArray},
+    backend::{Autodiff, NdArray},
     tensor::{Bool, DType, Float, Int, Tensor, TensorData},
 };
 use burn_cp::{
@@ -10,8 +10,8 @@ use burn_cp::{
     sharder::{ContextParallelConfig, Coordinates, CpStep, StepError},
 };
 use burn_cp_tests::{
-    Host, Random, backward, floats, ints, on_groups, random_documents, random_placement, sharder,
-    to_bits,
+    Host, Random, TestBackend, backward, floats, ints, on_groups, random_documents,
+    random_placement, sharder, to_bits,
 };
 
 use crate::{bad_input::refused_with, steps::config, verbs::panic_of};
@@ -107,7 +107,7 @@ impl Streams {
         }
     }
 
-    fn batch(&self) -> SequenceBatch<Flex> {
+    fn batch(&self) -> SequenceBatch<TestBackend> {
         let [rows, seq] = self.size;
         let device = Default::default();
         let deepstack = self.image.iter().filter(|marked| **marked).count();
@@ -123,10 +123,13 @@ impl Streams {
         let mut batch = SequenceBatch::from_ids(TensorData::new(self.ids.clone(), self.size))
             .with_labels(TensorData::new(self.labels.clone(), self.size))
             .with_positions(TensorData::new(self.positions.concat(), [2, rows, seq]))
-            .with_stream("weights", Stream::new(weights.tensor::<Flex>(DType::F32)))
+            .with_stream(
+                "weights",
+                Stream::new(weights.tensor::<TestBackend>(DType::F32)),
+            )
             .with_stream(
                 "flags",
-                Stream::new(flags.int_tensor::<Flex>().equal_elem(1)),
+                Stream::new(flags.int_tensor::<TestBackend>().equal_elem(1)),
             );
         if deepstack > 0 {
             let mask = TensorData::new(self.image.clone(), self.size);
@@ -145,7 +148,7 @@ impl Streams {
     }
 }
 
-fn everything(step: &CpStep<Flex>) -> (Vec<Vec<i64>>, Vec<Vec<u64>>) {
+fn everything(step: &CpStep<TestBackend>) -> (Vec<Vec<i64>>, Vec<Vec<u64>>) {
     let features = step.media_mask().bool_not().bool_not().int();
     let ints = vec![
         ints(&step.ids().unwrap()),
@@ -182,7 +185,7 @@ fn a_placed_batch_is_the_batch_whose_streams_were_moved_by_hand() {
 
 #[test]
 fn gathered_shards_of_a_placed_batch_are_the_batch_with_dropped_tokens_filled() {
-    type B = Flex;
+    type B = TestBackend;
     for (mut random, documents, placed, layout, world_size) in cases() {
         let [rows, seq] = [documents.batch_size(), documents.seq_len()];
         let whole = Host {
@@ -268,7 +271,7 @@ fn the_gradient_of_placed_tokens_lands_where_they_came_from() {
 
 #[test]
 fn embeddings_and_their_gradients_follow_the_placement() {
-    type B = Autodiff<Flex>;
+    type B = Autodiff<TestBackend>;
     let targets = [
         vec![Some(0), Some(1), None, Some(4)],
         vec![Some(2), None, None, Some(5)],
@@ -304,14 +307,14 @@ fn repositioned_rows_are_cut_and_come_back() {
     ];
     let placement = Placement::from_rows(&targets, 6).unwrap();
     on_groups(&[("cp", 3)], |groups| {
-        let batch = SequenceBatch::<Flex>::from_ids(TensorData::zeros::<i64, _>([2, 4]))
+        let batch = SequenceBatch::<TestBackend>::from_ids(TensorData::zeros::<i64, _>([2, 4]))
             .with_documents(Documents::full(2, 6).unwrap())
             .with_placement(placement.clone());
         let step = sharder(&groups, config(&LayoutPolicy::HeadTail))
             .shard(batch, &Default::default())
             .unwrap();
         let values = [[7.0, 8.0, 9.0, 10.0], [5.0, 6.0, 7.0, 8.0]];
-        let values = Tensor::<Flex, 2>::from_data(values, &Default::default());
+        let values = Tensor::<TestBackend, 2>::from_data(values, &Default::default());
         let local = step.shard_tokens(values, 1, Coordinates::Input, Some(0.0));
         let padded = step.gather_tokens(local.clone(), 1, Coordinates::Padded, None);
         let rows = [7, 8, 0, 0, 10, 0, 0, 0, 5, 0, 0, 0].map(f64::from);
@@ -321,7 +324,9 @@ fn repositioned_rows_are_cut_and_come_back() {
     });
 }
 
-fn refused(batch: impl Fn(SequenceBatch<Flex>) -> SequenceBatch<Flex> + Sync) -> BatchError {
+fn refused(
+    batch: impl Fn(SequenceBatch<TestBackend>) -> SequenceBatch<TestBackend> + Sync,
+) -> BatchError {
     let placement = Placement::from_rows(&[vec![Some(0), Some(1), None]], 4).unwrap();
     let documents = Documents::full(1, 4).unwrap();
     let ids = || SequenceBatch::from_ids(TensorData::zeros::<i64, _>([1, 3]));
@@ -392,7 +397,7 @@ fn a_placement_that_loses_something_or_does_not_fit_is_refused() {
     let (expected, got) = ([1, 4], [1, 3]);
     assert_eq!(table, BatchError::Documents { expected, got });
     let stream = refused(|batch| {
-        let tensor: Tensor<Flex, 3> = Tensor::zeros([2, 3, 1], &Default::default());
+        let tensor: Tensor<TestBackend, 3> = Tensor::zeros([2, 3, 1], &Default::default());
         batch.with_stream("weights", Stream::new(tensor))
     });
     let message = stream.to_string();
@@ -411,12 +416,12 @@ fn a_placement_that_loses_something_or_does_not_fit_is_refused() {
 fn verbs_of_a_placed_batch_ask_for_rows_and_fills() {
     let placement = Placement::from_rows(&[vec![Some(0), None, Some(3)]], 4).unwrap();
     let ids = TensorData::zeros::<i64, _>([1, 3]);
-    let batch = SequenceBatch::<Flex>::from_ids(ids)
+    let batch = SequenceBatch::<TestBackend>::from_ids(ids)
         .with_documents(Documents::full(1, 4).unwrap())
         .with_placement(placement);
     let cp = burn_cp::sharder::ContextParallel::solo(config(&LayoutPolicy::Identity));
     let step = cp.shard(batch, &Default::default()).unwrap();
-    let zeros = |shape| Tensor::<Flex, 3>::zeros(shape, &Default::default());
+    let zeros = |shape| Tensor::<TestBackend, 3>::zeros(shape, &Default::default());
     let to = Coordinates::Input;
     for (message, run) in [
         (

@@ -1,7 +1,7 @@
 //! What a step holds of a batch on every rank, against a computation on the host.
 
 use burn::{
-    backend::{Flex, NdArray},
+    backend::NdArray,
     tensor::{Bool, DType, Int, Tensor, TensorData, backend::Backend},
 };
 use burn_cp::{
@@ -9,7 +9,9 @@ use burn_cp::{
     layout::{Documents, LayoutPolicy},
     sharder::ContextParallelConfig,
 };
-use burn_cp_tests::{Host, Random, ints, on_groups, random_documents, random_layout, sharder};
+use burn_cp_tests::{
+    Host, Random, TestBackend, ints, on_groups, random_documents, random_layout, sharder,
+};
 
 const NUM_CASES: u64 = 40;
 
@@ -85,7 +87,7 @@ fn position(documents: &Documents, row: usize, token: usize) -> i64 {
 
 #[test]
 fn every_rank_holds_its_own_tokens_of_every_stream() {
-    type B = Flex;
+    type B = TestBackend;
     for (_, documents, layout, world_size) in cases() {
         let ignored = |place: i64| if place % 5 == 0 { -100 } else { place };
         let labels = numbered(&documents, 0)
@@ -142,7 +144,7 @@ fn every_rank_holds_its_own_tokens_of_every_stream() {
 
 #[test]
 fn positions_and_padding_of_every_token_are_those_of_its_document() {
-    type B = Flex;
+    type B = TestBackend;
     for (_, documents, layout, world_size) in cases() {
         on_groups(&[("cp", world_size)], |groups| {
             let step = sharder(&groups, config(&layout))
@@ -188,7 +190,7 @@ fn given_positions_continue_through_padding_on_every_axis() {
             .collect();
         on_groups(&[("cp", world_size)], |groups| {
             let positions = TensorData::new(values.clone(), shape);
-            let batch = batch::<Flex>(&documents).with_positions(positions);
+            let batch = batch::<TestBackend>(&documents).with_positions(positions);
             let step = sharder(&groups, config(&layout))
                 .shard(batch, &Default::default())
                 .unwrap();

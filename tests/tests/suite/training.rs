@@ -7,11 +7,15 @@ use burn::backend::{
 use burn_cp_examples::train::{
     Exchange, Layout, ModelSize, TrainConfig, Vision, grid, max_rel_diff, max_rel_grad_diff, train,
 };
+use burn_cp_tests::DEVICE;
 
 /// Every two ways of running the training meet in one of these cases; `compare-grid` runs all of them.
 #[test]
 fn every_pair_of_settings_trains_as_one_rank_does() {
-    let cases = grid::pairwise(20);
+    let mut cases = grid::pairwise(20);
+    cases
+        .iter_mut()
+        .for_each(|case| case.config.device = DEVICE);
     let results = grid::run_cases(&cases, |_| {}).unwrap();
     let wrong: Vec<String> = results
         .iter()

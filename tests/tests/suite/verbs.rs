@@ -1,7 +1,7 @@
 //! The token verbs: cutting, gathering, and features at the tokens that wait for them.
 
 use burn::{
-    backend::{Autodiff, Flex, NdArray},
+    backend::{Autodiff, NdArray},
     tensor::{DType, Tensor, TensorData},
 };
 use burn_cp::{
@@ -10,13 +10,13 @@ use burn_cp::{
     layout::{Documents, LayoutPolicy},
     sharder::{ContextParallelConfig, Coordinates, CpStep, PrimaryStream},
 };
-use burn_cp_tests::{Host, backward, floats, ints, on_groups, sharder, to_bits};
+use burn_cp_tests::{Host, TestBackend, backward, floats, ints, on_groups, sharder, to_bits};
 
 use crate::steps::{batch, cases, config, local};
 
 #[test]
 fn gathered_shards_are_the_whole_for_every_kind_and_dim() {
-    type B = Flex;
+    type B = TestBackend;
     for (mut random, documents, layout, world_size) in cases() {
         let dim = random.int(0..=2);
         let mut shape = [2, 3, 2];
@@ -167,7 +167,7 @@ fn a_primary_stream_left_whole_and_cut_later_equals_one_that_came_cut() {
             values: random.floats(shape.iter().product()),
         };
         on_groups(&[("cp", world_size)], |groups| {
-            let cut = |primary: PrimaryStream, batch: SequenceBatch<Flex>| {
+            let cut = |primary: PrimaryStream, batch: SequenceBatch<TestBackend>| {
                 let config = ContextParallelConfig {
                     primary,
                     ..config(&layout)
@@ -207,7 +207,7 @@ fn a_primary_stream_left_whole_and_cut_later_equals_one_that_came_cut() {
 
 #[test]
 fn gradients_flow_back_to_the_embeddings_of_the_batch() {
-    type B = Autodiff<Flex>;
+    type B = Autodiff<TestBackend>;
     for primary in [PrimaryStream::Sharded, PrimaryStream::Whole] {
         let gradients = on_groups(&[("cp", 3)], |groups| {
             let leaf = Tensor::<B, 3>::ones([2, 7, 2], &Default::default()).require_grad();
@@ -290,7 +290,7 @@ fn deepstack_rows_land_at_the_tokens<B: ContextParallelBackend>(step: &CpStep<B>
 
 #[test]
 fn feature_rows_land_at_the_tokens_that_wait_for_them() {
-    type B = Autodiff<Flex>;
+    type B = Autodiff<TestBackend>;
     // The image's four tokens and the video's three, over both rows of the batch.
     let marks = |tokens: &[usize]| {
         (0..18)

@@ -12,14 +12,14 @@
 #define TILE_Q 64
 #endif
 
-// Per tile and head: TILE_Q log-sum-exps in units of log 2, then TILE_Q row sums of dout * out. Rows that
-// see no key, and rows past the tile's end, get a log-sum-exp that makes their probabilities 0. Also sets
-// the turns of dQ's shares and the count of claimed items to 0.
+// Per tile and head: TILE_Q log-sum-exps in units of log 2, over keys and the sink, then TILE_Q row sums of
+// dout * out. Rows that see no key, and rows past the tile's end, get a log-sum-exp that makes their
+// probabilities 0. Also sets the turns of dQ's shares and the count of claimed items to 0.
 // Grid: tiles x heads (heads next to each other), 128 threads.
 extern "C" __global__ void __launch_bounds__(128)
     attention_backward_begin(const int4* __restrict__ q_tiles, const i64* __restrict__ params, const half_bits* __restrict__ out,
-                             const half_bits* __restrict__ dout, const float* __restrict__ lse, float* __restrict__ stats,
-                             u32* __restrict__ turns) {
+                             const half_bits* __restrict__ dout, const float* __restrict__ lse, const float* __restrict__ sinks,
+                             float* __restrict__ stats, u32* __restrict__ turns) {
   const int heads = (int)params[12], tiles = (int)params[13];
   const int tile = blockIdx.x / heads, head = blockIdx.x % heads;
   const int4 place = q_tiles[tile];
@@ -51,7 +51,13 @@ extern "C" __global__ void __launch_bounds__(128)
     if (lane == 0) {
       const float x = inside ? l[row] : NEG_INF;
       const bool blind = x == NEG_INF;
-      to[row] = blind ? 1e30f : x * LOG2_E;
+#if HAS_SINKS
+      const float sink = sinks[head], top = fmaxf(x, sink);
+      const float total = top + __logf(exp2_fast((x - top) * LOG2_E) + exp2_fast((sink - top) * LOG2_E));
+#else
+      const float total = x;
+#endif
+      to[row] = blind ? 1e30f : total * LOG2_E;
       to[TILE_Q + row] = blind ? 0.0f : sum;
     }
   }
@@ -99,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(256)
 #endif
 }
 
-// Gradient of each head's sink: -sum over rows of exp(sink - lse) * rowsum(dout * out), in a fixed order.
+// Gradient of each head's sink: -sum over rows of its probability * rowsum(dout * out), in a fixed order.
 // Grid: heads, 256 threads.
 extern "C" __global__ void __launch_bounds__(256)
     attention_backward_sinks(const i64* __restrict__ params, const float* __restrict__ stats, const float* __restrict__ sinks,

@@ -196,7 +196,7 @@ __device__ __forceinline__ void soften(float (&s)[TILE_K / 2], Row& row, float u
   row.sum = row.sum * row.factor + sum;
 }
 
-// The factor on the row's output, and its log-sum-exp (natural logarithm).
+// The factor on the row's output, and its log-sum-exp (natural logarithm) over keys, without the sink.
 __device__ __forceinline__ float finish_row(Row& row, float natural, float& lse, float sink) {
   row.sum += __shfl_xor_sync(~0u, row.sum, 1);
   row.sum += __shfl_xor_sync(~0u, row.sum, 2);
@@ -205,15 +205,15 @@ __device__ __forceinline__ float finish_row(Row& row, float natural, float& lse,
     lse = row.sum != row.sum ? row.sum : NEG_INF;
     return row.sum != row.sum ? row.sum : 0.0f;
   }
-  float top = row.max * natural, weight = 1.0f, sum = row.sum;
+  const float top = row.max * natural;
+  lse = top + __logf(row.sum);
 #if HAS_SINKS
   const float with_sink = fmaxf(top, sink);
-  weight = exp2_fast((top - with_sink) * LOG2_E);
-  sum = sum * weight + exp2_fast((sink - with_sink) * LOG2_E);
-  top = with_sink;
+  const float weight = exp2_fast((top - with_sink) * LOG2_E);
+  return weight / (row.sum * weight + exp2_fast((sink - with_sink) * LOG2_E));
+#else
+  return 1.0f / row.sum;
 #endif
-  lse = top + __logf(sum);
-  return weight / sum;
 }
 
 __device__ __forceinline__ void attend(int num_items, u32 base, const Barriers& bar, int group, const i64* params, const float* sinks,

@@ -182,18 +182,25 @@ impl<'a> Call<'a> {
         (ends, main)
     }
 
+    /// Sinks as kernels read them.
+    fn sinks(&self, sinks: Option<Tensor>) -> Handle {
+        match sinks {
+            Some(sinks) => sinks_f32(sinks).handle,
+            None => unused(&self.client),
+        }
+    }
+
     /// The gradient of sinks, from what the backward pass knows of every row.
     fn sinks_gradient(
         &self,
-        sinks: Tensor,
+        sinks: &Handle,
+        dtype: DType,
         like: &Tensor,
-        ends: &Handle,
-        stats: &Handle,
+        [ends, stats]: [&Handle; 2],
     ) -> Tensor {
-        let (heads, dtype) = (self.problem.num_heads, sinks.dtype);
-        let sinks = sinks_f32(sinks).handle;
+        let heads = self.problem.num_heads;
         let dsinks = empty(like, &[heads], DType::F32);
-        let buffers = [ends, stats, &sinks, &dsinks.handle];
+        let buffers = [ends, stats, sinks, &dsinks.handle];
         self.launch(Entry::BackwardSinks, heads, vec![], &buffers);
         match dtype {
             DType::F32 => dsinks,
@@ -299,10 +306,7 @@ pub(crate) fn forward(
                 &[call.scale(), call.softcap(), problem.v_head_dim as i64],
             ]),
         );
-        let sinks = match input.sinks {
-            Some(sinks) => sinks_f32(sinks).handle,
-            None => unused(&q.client),
-        };
+        let sinks = call.sinks(input.sinks);
         let keys = plan::forward_keys(call.padded.head_dim);
         let maps = vec![map(&q, QUERY_ROWS), map(&k, keys), map(&v, keys)];
         let buffers = [
@@ -357,6 +361,8 @@ pub(crate) fn backward(
     let (ends, main) = call.backward_numbers(lengths, [&out, &dout, &lse, &dq, &dk, &dv]);
     let ends = parameters(&q, segments, ends);
     let main = parameters(&q, segments, main);
+    let sinks_dtype = input.sinks.as_ref().map(|sinks| sinks.dtype);
+    let sinks = call.sinks(input.sinks);
     if per_tile > 0 {
         let begin = [
             &plan[2],
@@ -364,6 +370,7 @@ pub(crate) fn backward(
             &out.handle,
             &dout.handle,
             &lse.handle,
+            &sinks,
             &stats,
             &turns,
         ];
@@ -386,6 +393,6 @@ pub(crate) fn backward(
         let end = [&plan[2], &ends, &shares, &turns, &dq.handle];
         call.launch(Entry::BackwardEnd, per_tile, vec![], &end);
     }
-    let dsinks = (input.sinks).map(|sinks| call.sinks_gradient(sinks, &q, &ends, &stats));
+    let dsinks = sinks_dtype.map(|dtype| call.sinks_gradient(&sinks, dtype, &q, [&ends, &stats]));
     AttentionGradients::new(dq, dk, dv).with_dsinks(dsinks)
 }

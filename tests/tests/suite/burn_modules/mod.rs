@@ -5,7 +5,7 @@ mod records;
 mod refusals;
 
 use burn::{
-    backend::{Autodiff, Flex, NdArray},
+    backend::{Autodiff, NdArray},
     module::{AutodiffModule, Module, ModuleMapper, ModuleVisitor, Param, ParamId},
     nn::{
         activation::ActivationConfig,
@@ -29,10 +29,10 @@ use burn_cp::{
     optim::sync_gradients,
     sharder::{ContextParallelConfig, Coordinates, CpStep},
 };
-use burn_cp_tests::{Random, backward, floats, on_groups, relative_error, sharder};
+use burn_cp_tests::{Random, TestBackend, backward, floats, on_groups, relative_error, sharder};
 
 const BATCH: usize = 2;
-const D_MODEL: usize = 12;
+const D_MODEL: usize = NUM_HEADS * burn_cp_tests::head_dim(4);
 const NUM_HEADS: usize = 3;
 
 /// Replaces every parameter by values that depend on `seed` and its place, exact in f32.
@@ -388,8 +388,8 @@ fn encoders_made_from_burns_equal_them_on_any_number_of_ranks() {
 fn in_f32_on_one_rank_they_are_as_exact_as_burns() {
     fn check<P>(pair: &P)
     where
-        P: Pair<Autodiff<NdArray<f64>>> + Pair<Autodiff<Flex>> + Sync,
-        <P as Pair<Autodiff<Flex>>>::Ours: Sync,
+        P: Pair<Autodiff<NdArray<f64>>> + Pair<Autodiff<TestBackend>> + Sync,
+        <P as Pair<Autodiff<TestBackend>>>::Ours: Sync,
     {
         let documents = Documents::full(BATCH, 10).unwrap();
         let device = Default::default();
@@ -398,13 +398,13 @@ fn in_f32_on_one_rank_they_are_as_exact_as_burns() {
             &documents,
             generate_autoregressive_mask(BATCH, 10, &device),
         );
-        let plain = by_burn::<Autodiff<Flex>, _>(
+        let plain = by_burn::<Autodiff<TestBackend>, _>(
             pair,
             &documents,
             generate_autoregressive_mask(BATCH, 10, &Default::default()),
         );
         let identity = LayoutPolicy::Identity;
-        let got = by_ranks::<Autodiff<Flex>, _>(pair, &documents, false, 1, &identity);
+        let got = by_ranks::<Autodiff<TestBackend>, _>(pair, &documents, false, 1, &identity);
         for ((i, error), (_, burns)) in errors(&got[0], &exact).zip(errors(&plain, &exact)) {
             let vanishes = exact[i].iter().all(|value| value.abs() < 1e-12);
             let bound = 2.0 * burns + 4.0 * f64::from(f32::EPSILON);

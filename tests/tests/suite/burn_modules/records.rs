@@ -1,7 +1,6 @@
 //! What was saved of Burn's layers, and whose parameters they stay.
 
 use burn::{
-    backend::Flex,
     module::Module,
     nn::{
         attention::{MultiHeadAttention, MultiHeadAttentionConfig},
@@ -16,7 +15,7 @@ use burn_cp::{
     nn::{ContextParallelAttention, ContextParallelAttentionConfig, ContextParallelEncoder},
     sharder::{ContextParallelConfig, CpStep},
 };
-use burn_cp_tests::{on_groups, sharder, to_bits};
+use burn_cp_tests::{TestBackend, on_groups, sharder, to_bits};
 
 use super::{D_MODEL, NUM_HEADS, encoder, filled, ids, numbers, packed};
 
@@ -36,7 +35,7 @@ fn run<B: ContextParallelBackend>(
 
 #[test]
 fn parameters_keep_their_ids() {
-    type B = Flex;
+    type B = TestBackend;
     let device = Default::default();
     let layer = MultiHeadAttentionConfig::new(12, 3)
         .with_dropout(0.0)
@@ -57,7 +56,7 @@ fn parameters_keep_their_ids() {
 
 #[test]
 fn what_was_saved_of_an_encoder_loads_into_ours_and_back() {
-    type B = Flex;
+    type B = TestBackend;
     let device = Default::default();
     let recorder = BinBytesRecorder::<FullPrecisionSettings>::default();
     let ours = |seed| {
@@ -82,7 +81,7 @@ fn what_was_saved_of_an_encoder_loads_into_ours_and_back() {
 
 #[test]
 fn what_was_saved_of_attention_loads_into_ours() {
-    type B = Flex;
+    type B = TestBackend;
     let device = Default::default();
     let recorder = NamedMpkBytesRecorder::<FullPrecisionSettings>::default();
     let config = MultiHeadAttentionConfig::new(D_MODEL, NUM_HEADS).with_dropout(0.0);

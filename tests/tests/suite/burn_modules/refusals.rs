@@ -1,18 +1,15 @@
 //! Burn's layers that cannot be run by several ranks with the results of one.
 
-use burn::{
-    backend::Flex,
-    nn::{
-        SwiGluConfig,
-        attention::{MultiHeadAttention, MultiHeadAttentionConfig},
-        transformer::{TransformerEncoder, TransformerEncoderConfig},
-    },
+use burn::nn::{
+    SwiGluConfig,
+    attention::{MultiHeadAttention, MultiHeadAttentionConfig},
+    transformer::{TransformerEncoder, TransformerEncoderConfig},
 };
 use burn_cp::nn::{ContextParallelAttention, ContextParallelEncoder, NnError};
 
 use super::encoder;
 
-type B = Flex;
+type B = burn_cp_tests::TestBackend;
 
 const NO_SINKS: &str = "false, since the kernels have no attention sinks";
 const NO_DROPOUT: &str = "0, since ranks cannot drop what one rank would";

@@ -10,7 +10,7 @@ mod decoder;
 use std::f64::consts::LN_2;
 
 use burn::{
-    backend::{Autodiff, Flex, NdArray},
+    backend::{Autodiff, NdArray},
     module::{AutodiffModule, Module, ModuleVisitor, Param},
     optim::GradientsParams,
     tensor::{
@@ -28,7 +28,7 @@ use burn_cp::{
     plan::ExchangeStrategy,
     sharder::{ContextParallel, ContextParallelConfig, CpStep, StepError},
 };
-use burn_cp_tests::{Random, on_groups, relative_error};
+use burn_cp_tests::{Random, TestBackend, on_groups, relative_error};
 
 use alone::alone;
 use decoder::{Decoder, HEAD_DIM, THETA, VOCAB};
@@ -257,7 +257,7 @@ fn packed_and_sharded_training_equals_each_document_alone_in_f64() {
 /// place.
 #[test]
 fn packed_and_sharded_training_is_as_exact_as_each_document_alone_in_f32() {
-    type B = Autodiff<Flex>;
+    type B = Autodiff<TestBackend>;
     let exact = [1, 2].map(|dp| alone::<Autodiff<NdArray<f64>>>(&all_documents(dp)));
     let plain = [1, 2].map(|dp| alone::<B>(&all_documents(dp)));
     let slack = 4.0 * f64::from(f32::EPSILON);
