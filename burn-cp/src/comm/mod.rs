@@ -21,19 +21,28 @@ mod bind;
 mod error;
 mod group;
 mod hub;
+mod mpi;
+mod records;
 mod signature;
+mod tcp;
 #[cfg(test)]
 mod tests;
+mod world;
 
 pub use bind::{Groups, bind};
 pub use error::{CommError, FailureCause, RankFailure};
-pub use group::{ProcessGroup, ProgramOrder};
-pub use hub::RankContext;
+pub use group::{ProcessGroup, ProgramOrder, Transport};
+pub use mpi::MpiError;
 pub use signature::{CollectiveKind, Signature};
+pub use tcp::{ConnectError, Refusal};
+pub use world::RankContext;
 
 pub(crate) use error::panic_message;
 pub(crate) use group::WeakProgramOrder;
 pub(crate) use hub::{Hub, odd_one_out};
+pub(crate) use mpi::{MPI_AVAILABLE, MpiWire};
+pub(crate) use tcp::{Client, Listener};
+pub(crate) use world::{Control, Processes, World};
 
 /// How long a rank waits for its peers unless told otherwise: ten minutes.
 pub const DEFAULT_DEADLINE: std::time::Duration = std::time::Duration::from_secs(600);
