@@ -58,7 +58,9 @@ impl Collective {
         match self {
             Self::AllGather { dim, sizes } => Decomposition {
                 dim: *dim,
-                takes: (0..size).map(|source| take(source, &(0..sizes[source]))).collect(),
+                takes: (0..size)
+                    .map(|source| take(source, &(0..sizes[source])))
+                    .collect(),
                 gives: others().map(|to| give(to, &(0..shape[*dim]))).collect(),
                 combine: Combine::Concat,
             },

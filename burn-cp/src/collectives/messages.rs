@@ -80,7 +80,10 @@ fn exchange<B: Backend>(
     let row_len = row_bytes(&shape, work.dim, dtype);
     let mut gives: BTreeMap<usize, Ranges> = BTreeMap::new();
     for given in work.gives.iter().filter(|given| !given.range.is_empty()) {
-        gives.entry(given.destination).or_default().push(given.range.clone());
+        gives
+            .entry(given.destination)
+            .or_default()
+            .push(given.range.clone());
     }
     let mut takes: BTreeMap<usize, usize> = BTreeMap::new();
     for piece in work.takes.iter().filter(|piece| piece.source != rank) {
@@ -138,7 +141,8 @@ fn bytes_of<B: Backend>(payload: &Payload<B>, dim: usize, ranges: &[Range<usize>
         Payload::Bool(tensor) => read_sync(B::bool_into_data(tensor)),
     };
     // As Burn's own `into_data`.
-    let data = data.unwrap_or_else(|error| panic!("cannot read a tensor that is to be sent: {error}"));
+    let data =
+        data.unwrap_or_else(|error| panic!("cannot read a tensor that is to be sent: {error}"));
     data.as_bytes().to_vec()
 }
 
