@@ -16,6 +16,9 @@
 //! * a rank does not arrive before the deadline, or ended without arriving: [`CommError::Timeout`], [`CommError::PeerLeft`].
 //!
 //! The first failure of a world is kept and is the one that the launcher reports.
+//!
+//! Ranks that are threads meet in memory. Ranks that are processes meet in rank 0's process, over TCP (`tcp`), with host messages
+//! as bytes, and send each other the rows of tensors over a wire of their own (`mpi`).
 
 mod bind;
 mod error;

@@ -1,7 +1,6 @@
 //! MPI's thread.
 
 use std::{
-    convert::Infallible,
     sync::{
         PoisonError,
         atomic::Ordering,
@@ -56,15 +55,13 @@ pub(super) fn run(ready: &Sender<Result<Started, String>>, orders: &Receiver<Ord
                 return;
             }
             // The world has failed: to finalize could wait for ever.
-            Err(_) => {
-                stay();
-            }
+            Err(_) => stay(),
         }
     }
 }
 
 /// Keeps everything that this thread holds until the process ends.
-fn stay() -> Infallible {
+fn stay() -> ! {
     loop {
         thread::park();
     }

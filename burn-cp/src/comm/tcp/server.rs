@@ -3,7 +3,11 @@
 use std::{
     net::{Shutdown, TcpStream},
     panic::{AssertUnwindSafe, catch_unwind},
-    sync::{Arc, Condvar, Mutex, PoisonError, mpsc},
+    sync::{
+        Arc, Condvar, Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering},
+        mpsc,
+    },
     thread,
     time::Duration,
 };
@@ -34,6 +38,8 @@ struct Shared {
     /// Connections that are still read from.
     num_read: Mutex<usize>,
     closed: Condvar,
+    /// Connections end because rank 0 closes them.
+    closing: AtomicBool,
 }
 
 /// One rank's connection. Whole frames are written under the lock.
@@ -72,6 +78,7 @@ impl Server {
         let shared = Arc::new(Shared {
             num_read: Mutex::new(connections.len()),
             closed: Condvar::new(),
+            closing: AtomicBool::new(false),
             connections,
         });
         for connection in &shared.connections {
@@ -81,7 +88,7 @@ impl Server {
             let (requests, queue) = mpsc::channel();
             let (at, table, all) = (connection.clone(), hub.clone(), shared.clone());
             thread::spawn(move || {
-                listen(&at, &table, &requests);
+                listen(&at, &table, &requests, &all.closing);
                 *all.num_read.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
                 all.closed.notify_all();
             });
@@ -127,6 +134,7 @@ impl Server {
     }
 
     fn close(&self) {
+        self.shared.closing.store(true, Ordering::SeqCst);
         self.door.close();
         for connection in &self.shared.connections {
             let _ = connection.stream.shutdown(Shutdown::Both);
@@ -141,7 +149,12 @@ impl Drop for Server {
 }
 
 /// Reads what a rank sends until its connection ends.
-fn listen(connection: &Connection, hub: &Hub, requests: &mpsc::Sender<Request>) {
+fn listen(
+    connection: &Connection,
+    hub: &Hub,
+    requests: &mpsc::Sender<Request>,
+    closing: &AtomicBool,
+) {
     let rank = connection.rank;
     let mut ended = false;
     loop {
@@ -159,7 +172,7 @@ fn listen(connection: &Connection, hub: &Hub, requests: &mpsc::Sender<Request>) 
             // Its stand-in has gone only if this connection has ended.
             Ok(request) => drop(requests.send(request)),
             Err(error) => {
-                if !ended {
+                if !ended && !closing.load(Ordering::SeqCst) {
                     hub.fail(rank, None, FailureCause::Reported(why_lost(&error)));
                     hub.end(rank);
                 }
