@@ -25,6 +25,7 @@ mod error;
 mod group;
 mod hub;
 mod mpi;
+mod order;
 mod records;
 mod signature;
 mod tcp;
@@ -34,16 +35,17 @@ mod world;
 
 pub use bind::{Groups, bind};
 pub use error::{CommError, FailureCause, RankFailure};
-pub use group::{ProcessGroup, ProgramOrder, Transport};
+pub use group::{ProcessGroup, Transport};
 pub use mpi::MpiError;
+pub use order::ProgramOrder;
 pub use signature::{CollectiveKind, Signature};
 pub use tcp::{ConnectError, Refusal};
 pub use world::RankContext;
 
 pub(crate) use error::panic_message;
-pub(crate) use group::WeakProgramOrder;
 pub(crate) use hub::{Hub, odd_one_out};
 pub(crate) use mpi::{MPI_AVAILABLE, MpiWire};
+pub(crate) use order::WeakProgramOrder;
 pub(crate) use tcp::{Client, Listener};
 pub(crate) use world::{Control, Processes, World};
 

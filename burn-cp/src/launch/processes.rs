@@ -208,8 +208,9 @@ fn connect(place: &Place, options: ProcessOptions) -> Result<Processes, LaunchEr
     if (wants_mpi || place.rendezvous == Rendezvous::ThroughMpi) && !MPI_AVAILABLE {
         return Err(MpiError::NotBuilt.into());
     }
-    let (deadline, start) = (options.deadline, Instant::now());
+    let deadline = options.deadline;
     let mpi = |leave: &dyn Fn() -> Option<String>| {
+        let start = Instant::now();
         let late = || {
             let waited = start.elapsed();
             (waited >= deadline).then(|| format!("after {waited:?}, not all ranks had come"))

@@ -18,6 +18,7 @@
 mod client;
 mod door;
 mod frames;
+mod reach;
 mod server;
 #[cfg(test)]
 mod tests;

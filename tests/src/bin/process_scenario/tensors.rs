@@ -122,12 +122,14 @@ pub(crate) fn broadcast(context: &RankContext) -> Result<(), AnyError> {
     let config = ContextParallelConfig::default();
     let cp = ContextParallel::new(&groups(context, 1)?, config)?;
     let device = Default::default();
+    // The last two tokens belong to no document.
+    let labels: Vec<i64> = (0..16).map(|i| if i < 14 { i } else { -100 }).collect();
     let batch = || {
         let values: Vec<f32> = (0_u16..64).map(f32::from).collect();
         let embeddings = Tensor::<Flex, 3>::from_data(TensorData::new(values, [1, 16, 4]), &device);
         Ok::<_, AnyError>(
             SequenceBatch::from_embeddings(embeddings)
-                .with_labels(TensorData::new((0..16).collect::<Vec<i64>>(), [1, 16]))
+                .with_labels(TensorData::new(labels.clone(), [1, 16]))
                 .with_aligned_documents(Documents::from_lengths(&[vec![5, 9]], 16)?.aligned(8)?),
         )
     };
