@@ -66,7 +66,7 @@ fn a_world_of_one_process_trains_alone() {
     let out = TempDir::new().expect("a folder");
     let mut command = program();
     command.args([
-        "--launch", "env", "--size", "tiny", "--tokens", "128", "--steps", "1", "--out",
+        "--launch", "env", "--size", "tiny", "--tokens", "256", "--steps", "1", "--out",
     ]);
     command.arg(out.path());
     for (name, value) in [("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")] {

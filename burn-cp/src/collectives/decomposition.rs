@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use burn::tensor::backend::Backend;
 
-use super::{Collective, Payload, Piece};
+use super::{Collective, ExchangePlan, Payload, Piece};
 
 /// Rows that another rank takes.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -46,22 +46,11 @@ pub(crate) struct Decomposition {
 impl Collective {
     /// The part of `rank` among `size` ranks, whose input has this shape.
     pub(crate) fn decompose(&self, shape: &[usize], rank: usize, size: usize) -> Decomposition {
-        let others = || (0..size).filter(|other| *other != rank);
-        let give = |destination, range: &Range<usize>| Given {
-            destination,
-            range: range.clone(),
-        };
-        let take = |source, range: &Range<usize>| Piece {
-            source,
-            range: range.clone(),
-        };
         match self {
             Self::AllGather { dim, sizes } => Decomposition {
                 dim: *dim,
-                takes: (0..size)
-                    .map(|source| take(source, &(0..sizes[source])))
-                    .collect(),
-                gives: others().map(|to| give(to, &(0..shape[*dim]))).collect(),
+                takes: (0..size).map(|from| take(from, 0..sizes[from])).collect(),
+                gives: to_others(rank, size, |_| 0..shape[*dim]),
                 combine: Combine::Concat,
             },
             Self::ReduceScatter { dim, sizes } => {
@@ -71,58 +60,24 @@ impl Collective {
                 };
                 Decomposition {
                     dim: *dim,
-                    takes: (0..size).map(|source| take(source, &part(rank))).collect(),
-                    gives: others().map(|to| give(to, &part(to))).collect(),
+                    takes: (0..size).map(|from| take(from, part(rank))).collect(),
+                    gives: to_others(rank, size, part),
                     combine: Combine::Sum,
                 }
             }
-            Self::AllReduce => {
-                let all = 0..shape[0];
-                Decomposition {
-                    dim: 0,
-                    takes: (0..size).map(|source| take(source, &all)).collect(),
-                    gives: others().map(|to| give(to, &all)).collect(),
-                    combine: Combine::Sum,
-                }
-            }
-            Self::Exchange { dim, plan } => Decomposition {
-                dim: *dim,
-                takes: plan.pieces().to_vec(),
-                gives: (plan.sends().iter())
-                    .filter(|sent| sent.destination != rank)
-                    .map(|sent| give(sent.destination, &sent.range))
-                    .collect(),
-                combine: Combine::Concat,
+            Self::AllReduce => Decomposition {
+                dim: 0,
+                takes: (0..size).map(|from| take(from, 0..shape[0])).collect(),
+                gives: to_others(rank, size, |_| 0..shape[0]),
+                combine: Combine::Sum,
             },
-            Self::ExchangeReverse { dim, plan } => {
-                let mut at = 0;
-                let mut gives = Vec::new();
-                for piece in plan.pieces() {
-                    let rows = at..at + piece.range.len();
-                    at = rows.end;
-                    if piece.source != rank {
-                        gives.push(give(piece.source, &rows));
-                    }
-                }
-                let sends = plan.sends().iter();
-                let back = |sent: &super::SentRange| {
-                    take(sent.destination, &(sent.at..sent.at + sent.range.len()))
-                };
-                Decomposition {
-                    dim: *dim,
-                    takes: sends.clone().map(back).collect(),
-                    gives,
-                    combine: Combine::SumInto(
-                        sends.map(|sent| sent.range.clone()).collect(),
-                        plan.input_len(),
-                    ),
-                }
-            }
+            Self::Exchange { dim, plan } => forth(*dim, plan, rank),
+            Self::ExchangeReverse { dim, plan } => back(*dim, plan, rank),
             Self::Broadcast { root } => Decomposition {
                 dim: 0,
-                takes: vec![take(*root, &(0..shape[0]))],
+                takes: vec![take(*root, 0..shape[0])],
                 gives: if *root == rank {
-                    others().map(|to| give(to, &(0..shape[0]))).collect()
+                    to_others(rank, size, |_| 0..shape[0])
                 } else {
                     Vec::new()
                 },
@@ -135,10 +90,62 @@ impl Collective {
             Self::Reduce { root } => Decomposition {
                 dim: 0,
                 takes: Vec::new(),
-                gives: vec![give(*root, &(0..shape[0]))],
+                gives: vec![give(*root, 0..shape[0])],
                 combine: Combine::Zeros,
             },
         }
+    }
+}
+
+fn take(source: usize, range: Range<usize>) -> Piece {
+    Piece { source, range }
+}
+
+fn give(destination: usize, range: Range<usize>) -> Given {
+    Given { destination, range }
+}
+
+fn to_others(rank: usize, size: usize, rows: impl Fn(usize) -> Range<usize>) -> Vec<Given> {
+    let others = (0..size).filter(|other| *other != rank);
+    others.map(|other| give(other, rows(other))).collect()
+}
+
+/// A planned exchange.
+fn forth(dim: usize, plan: &ExchangePlan, rank: usize) -> Decomposition {
+    let sends = plan.sends().iter().filter(|sent| sent.destination != rank);
+    Decomposition {
+        dim,
+        takes: plan.pieces().to_vec(),
+        gives: sends
+            .map(|sent| give(sent.destination, sent.range.clone()))
+            .collect(),
+        combine: Combine::Concat,
+    }
+}
+
+/// Its adjoint: what was taken goes back to where it came from.
+fn back(dim: usize, plan: &ExchangePlan, rank: usize) -> Decomposition {
+    let mut at = 0;
+    let mut gives = Vec::new();
+    for piece in plan.pieces() {
+        let rows = at..at + piece.range.len();
+        at = rows.end;
+        if piece.source != rank {
+            gives.push(give(piece.source, rows));
+        }
+    }
+    let sends = plan.sends().iter();
+    let takes = sends
+        .clone()
+        .map(|sent| take(sent.destination, sent.at..sent.at + sent.range.len()));
+    Decomposition {
+        dim,
+        takes: takes.collect(),
+        gives,
+        combine: Combine::SumInto(
+            sends.map(|sent| sent.range.clone()).collect(),
+            plan.input_len(),
+        ),
     }
 }
 
@@ -170,5 +177,62 @@ impl Combine {
             }
             Self::Zeros => like.zeros_like(0, like.shape()[0]),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+
+    /// Rows that travel, by sender and receiver, and in the receiver's order.
+    fn check(of: impl Fn(usize) -> Collective, shapes: &[[usize; 2]]) {
+        let size = shapes.len();
+        let parts: Vec<Decomposition> = (0..size)
+            .map(|rank| of(rank).decompose(&shapes[rank], rank, size))
+            .collect();
+        for from in 0..size {
+            for to in (0..size).filter(|to| *to != from) {
+                let gives = parts[from]
+                    .gives
+                    .iter()
+                    .filter(|give| give.destination == to);
+                let takes = parts[to].takes.iter().filter(|take| take.source == from);
+                let given: Vec<_> = gives.map(|give| give.range.clone()).collect();
+                let taken: Vec<_> = takes.map(|take| take.range.clone()).collect();
+                assert_eq!(given, taken, "{:?}: from {from} to {to}", of(from));
+            }
+        }
+    }
+
+    #[test]
+    fn what_one_rank_gives_is_what_the_other_takes() {
+        let sizes: Arc<[usize]> = [2, 0, 3].into();
+        let gather = Collective::AllGather {
+            dim: 0,
+            sizes: sizes.clone(),
+        };
+        check(|_| gather.clone(), &[[2, 4], [0, 4], [3, 4]]);
+        check(|_| gather.adjoint(), &[[5, 4]; 3]);
+        check(|_| Collective::AllReduce, &[[5, 4]; 3]);
+        for root in 0..3 {
+            check(|_| Collective::Broadcast { root }, &[[5, 4]; 3]);
+            check(|_| Collective::Reduce { root }, &[[5, 4]; 3]);
+        }
+        // Rows in another order than their source's, twice to one rank, and to itself.
+        let pieces = [
+            vec![take(1, 1..2), take(0, 0..2), take(1, 0..2)],
+            vec![take(2, 0..1), take(0, 1..2), take(2, 0..1)],
+            vec![],
+        ];
+        let exchange = |rank| Collective::Exchange {
+            dim: 0,
+            plan: ExchangePlan::new(&[2, 2, 1], &pieces, rank)
+                .expect("pieces lie within their sources")
+                .into(),
+        };
+        check(exchange, &[[2, 4], [2, 4], [1, 4]]);
+        check(|rank| exchange(rank).adjoint(), &[[5, 4], [3, 4], [0, 4]]);
     }
 }

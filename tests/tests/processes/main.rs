@@ -60,7 +60,7 @@ fn a_second_process_of_one_rank_is_refused() {
     let all = errors(World::of("messages", port, &[(0, 3), (1, 3), (1, 3)]));
     let refused = all
         .iter()
-        .filter(|error| error.contains("another process is rank 1 already"));
+        .filter(|error| error.contains("refuses rank 1: another process is rank 1 already"));
     assert_eq!(refused.count(), 1, "{all:?}");
     contains(&all[0], &["ranks [2] had not connected"]);
     let all = errors(World::of("messages", free_port(), &[(0, 2), (0, 2)]));
@@ -89,8 +89,10 @@ fn a_late_rank_is_named_at_the_deadline() {
     contains(error(2), &["rank 0 could not be reached"]);
     for report in &reports[..2] {
         let elapsed = Duration::from_millis(report["elapsed_ms"].as_u64().unwrap());
+        // Rank 1 may have come a moment after rank 0.
+        let early = Duration::from_millis(500);
         assert!(
-            elapsed >= DEADLINE && elapsed < DEADLINE + MARGIN,
+            elapsed + early >= DEADLINE && elapsed < DEADLINE + MARGIN,
             "{report}"
         );
     }
