@@ -191,7 +191,7 @@ pub fn run_cases(
                 true,
             )?),
         };
-        let outcome = train_on_device(&case.config, None, false, true)?;
+        let outcome = train_on_device(&case.config, None, None, (false, true))?;
         let empty = Vec::new();
         let result = CaseResult {
             case: case.clone(),
