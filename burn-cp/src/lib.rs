@@ -36,6 +36,9 @@ pub mod plan;
 pub mod sharder;
 pub mod vision;
 
+#[cfg(feature = "cubecl")]
+pub use backends::CollectiveRuntime;
+
 #[cfg(doctest)]
 #[doc = include_str!("../../README.md")]
 struct ReadmeExample;

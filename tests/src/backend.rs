@@ -32,8 +32,7 @@ mod chosen {
 #[cfg(all(feature = "cuda", not(feature = "wgpu")))]
 mod chosen {
     #[cfg(not(feature = "fused"))]
-    pub(super) type TestBackend =
-        burn_cubecl::CubeBackend<burn::backend::cuda::CudaRuntime, f32, i32, u8>;
+    pub(super) type TestBackend = burn_cubecl::CubeBackend<cubecl::cuda::CudaRuntime, f32, i32, u8>;
     #[cfg(feature = "fused")]
     pub(super) type TestBackend = burn::backend::Cuda<f32, i32>;
     pub(super) const DTYPES: &[super::DType] =

@@ -1,19 +1,65 @@
-//! CubeCL backends, plain and fused: ranks are threads of one process, and what travels goes through the host.
+//! CubeCL backends: between devices as the runtime can, else through the host.
 
 use burn::tensor::ops::FloatTensor;
-use burn_cp_kernels::{AttentionBackend, AttentionRuntime};
+use burn_cp_kernels::AttentionRuntime;
 use burn_cubecl::{BoolElement, CubeBackend, FloatElement, IntElement};
-use burn_fusion::{Fusion, FusionBackend};
 
 use crate::{
     attention::{AttentionCall, ContextParallelBackend, attend},
     collectives::{Call, Collective, CollectiveBackend, Payload, run_through_host},
     comm::ProcessGroup,
 };
+#[cfg(feature = "wgpu")]
+use crate::{
+    comm::RankContext,
+    launch::{DeviceError, RankDevice},
+};
+
+/// A runtime's tensors, whatever the element types of the backend that they belong to.
+type Plain<R> = CubeBackend<R, f32, i32, u8>;
+
+/// A CubeCL runtime whose tensors can be exchanged between ranks.
+///
+/// The hidden method is the runtime's own transport, which CUDA has and others do not.
+pub trait CollectiveRuntime: AttentionRuntime {
+    /// Runs a collective from device to device. Gives the payload back where the group's ranks have no such connection; the same
+    /// answer on every rank.
+    #[doc(hidden)]
+    fn own_collective(
+        payload: Payload<Plain<Self>>,
+        _op: &Collective,
+        _group: &ProcessGroup,
+        _call: &Call,
+    ) -> Result<Payload<Plain<Self>>, Payload<Plain<Self>>> {
+        Err(payload)
+    }
+}
+
+#[cfg(feature = "wgpu")]
+impl CollectiveRuntime for burn::backend::wgpu::WgpuRuntime {}
+
+/// The device that wgpu takes by default, for all ranks.
+#[cfg(feature = "wgpu")]
+impl RankDevice for burn::backend::wgpu::WgpuDevice {
+    fn of_rank(_rank: &RankContext) -> Result<Self, DeviceError> {
+        Ok(Self::default())
+    }
+}
+
+/// The same tensor in a backend with other element types.
+macro_rules! recast {
+    ($payload:expr) => {
+        match $payload {
+            Payload::Float(tensor) => Payload::Float(tensor),
+            Payload::Int(tensor) => Payload::Int(tensor),
+            Payload::Bool(tensor) => Payload::Bool(tensor),
+        }
+    };
+}
 
 impl<R, F, I, BT> CollectiveBackend for CubeBackend<R, F, I, BT>
 where
-    R: AttentionRuntime,
+    R: CollectiveRuntime,
     F: FloatElement,
     I: IntElement,
     BT: BoolElement,
@@ -24,42 +70,19 @@ where
         group: &ProcessGroup,
         call: Call,
     ) -> Payload<Self> {
-        run_through_host(payload, op, group, call)
+        match R::own_collective(recast!(payload), op, group, &call) {
+            Ok(result) => recast!(result),
+            Err(payload) => run_through_host::<Self>(recast!(payload), op, group, call),
+        }
     }
 }
 
 impl<R, F, I, BT> ContextParallelBackend for CubeBackend<R, F, I, BT>
 where
-    R: AttentionRuntime,
+    R: CollectiveRuntime,
     F: FloatElement,
     I: IntElement,
     BT: BoolElement,
-{
-    fn context_attention(
-        q: FloatTensor<Self>,
-        k: FloatTensor<Self>,
-        v: FloatTensor<Self>,
-        call: &AttentionCall,
-    ) -> FloatTensor<Self> {
-        attend::<Self>(q, k, v, call)
-    }
-}
-
-/// Collectives run as they are called: reading a tensor makes the stream of this rank run what it has registered.
-impl<B: FusionBackend> CollectiveBackend for Fusion<B> {
-    fn collective(
-        payload: Payload<Self>,
-        op: &Collective,
-        group: &ProcessGroup,
-        call: Call,
-    ) -> Payload<Self> {
-        run_through_host(payload, op, group, call)
-    }
-}
-
-impl<B: FusionBackend> ContextParallelBackend for Fusion<B>
-where
-    Self: AttentionBackend,
 {
     fn context_attention(
         q: FloatTensor<Self>,

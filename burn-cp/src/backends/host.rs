@@ -5,6 +5,8 @@ use burn::tensor::ops::FloatTensor;
 use crate::{
     attention::{AttentionCall, ContextParallelBackend, attend},
     collectives::CollectiveBackend,
+    comm::RankContext,
+    launch::{DeviceError, RankDevice},
 };
 
 macro_rules! host_backend {
@@ -23,6 +25,22 @@ macro_rules! host_backend {
         }
     };
 }
+
+/// The one device of the processor, for all ranks.
+macro_rules! host_device {
+    ($device:ty) => {
+        impl RankDevice for $device {
+            fn of_rank(_rank: &RankContext) -> Result<Self, DeviceError> {
+                Ok(Self::default())
+            }
+        }
+    };
+}
+
+#[cfg(feature = "flex")]
+host_device!(burn::backend::flex::FlexDevice);
+#[cfg(feature = "ndarray")]
+host_device!(burn::backend::ndarray::NdArrayDevice);
 
 #[cfg(feature = "flex")]
 host_backend!(burn::backend::Flex);

@@ -3,11 +3,11 @@
 //!
 //! Only pairs of ranks with rows to exchange send anything, one message each, and nothing is padded.
 
-use std::{collections::BTreeMap, ops::Range, sync::Arc};
+use std::sync::Arc;
 
-use burn::tensor::{DType, Shape, TensorData, backend::Backend, read_sync};
+use burn::tensor::{Shape, TensorData, backend::Backend, read_sync};
 
-use super::{Call, Collective, Payload, decomposition::Decomposition};
+use super::{Call, Collective, Payload, wire::Wire};
 use crate::comm::{CommError, ProcessGroup};
 
 /// Sums of at most so many bytes are not cut up: each rank gets all parts at once.
@@ -27,29 +27,59 @@ pub fn run_by_messages<B: Backend>(
     let what = format!("{}[{}]", signature.kind, signature.label);
     let run = || {
         group.rendezvous(call.number, signature)?;
-        let mut wire = |sends, receives: &[(usize, usize)]| {
-            group.transfer(call.number, &what, sends, receives)
+        let mut wire = HostWire {
+            group,
+            number: call.number,
+            op: &what,
         };
         carry_out(payload, op, (group.rank(), group.size()), &mut wire)
     };
     run().unwrap_or_else(|error: CommError| error.raise())
 }
 
-/// Moves bytes: messages to send, and how many bytes to receive from whom; what was received, in order.
-type Wire<'a> = dyn FnMut(Vec<(usize, Arc<Vec<u8>>)>, &[(usize, usize)]) -> Result<Vec<Vec<u8>>, CommError>
-    + 'a;
+/// Bytes in host memory.
+struct HostWire<'a> {
+    group: &'a ProcessGroup,
+    number: u64,
+    op: &'a str,
+}
+
+impl<B: Backend> Wire<B> for HostWire<'_> {
+    fn swap(
+        &mut self,
+        sends: Vec<(Vec<usize>, Payload<B>)>,
+        receives: Vec<(usize, Shape)>,
+        like: &Payload<B>,
+    ) -> Result<Vec<Payload<B>>, CommError> {
+        let mut messages = Vec::new();
+        for (destinations, rows) in sends {
+            // What goes to several ranks is read once.
+            let bytes = Arc::new(bytes_of(rows));
+            messages.extend(destinations.into_iter().map(|to| (to, bytes.clone())));
+        }
+        let size = like.dtype().size();
+        let lens: Vec<(usize, usize)> = (receives.iter())
+            .map(|(source, shape)| (*source, shape.num_elements() * size))
+            .collect();
+        let received = self.group.transfer(self.number, self.op, messages, &lens)?;
+        let pairs = receives.into_iter().zip(received);
+        Ok(pairs
+            .map(|((_, shape), bytes)| from_bytes(like, shape, bytes))
+            .collect())
+    }
+}
 
 fn carry_out<B: Backend>(
     payload: Payload<B>,
     op: &Collective,
     (rank, size): (usize, usize),
-    wire: &mut Wire<'_>,
+    wire: &mut dyn Wire<B>,
 ) -> Result<Payload<B>, CommError> {
     let shape = payload.shape();
     let len = shape.num_elements();
     if *op != Collective::AllReduce || size == 2 || len * payload.dtype().size() <= SMALL {
         let work = op.decompose(&shape, rank, size);
-        return exchange(payload, &work, rank, wire);
+        return work.run(payload, rank, wire);
     }
     // Every rank adds up a part of the elements: each travels twice instead of once per rank. The sums are the same.
     let sizes: Arc<[usize]> = (0..size)
@@ -60,82 +90,17 @@ fn carry_out<B: Backend>(
         sizes: sizes.clone(),
     };
     let flat = payload.reshape(&[len]);
-    let part = exchange(flat, &scatter.decompose(&[len], rank, size), rank, wire)?;
+    let part = scatter
+        .decompose(&[len], rank, size)
+        .run(flat, rank, wire)?;
     let gather = Collective::AllGather { dim: 0, sizes };
     let work = gather.decompose(&part.shape(), rank, size);
-    Ok(exchange(part, &work, rank, wire)?.reshape(&shape))
+    Ok(work.run(part, rank, wire)?.reshape(&shape))
 }
 
-/// Rows of one dim, range by range.
-type Ranges = Vec<Range<usize>>;
-
-/// Sends what this rank gives, receives what it takes, and combines it.
-fn exchange<B: Backend>(
-    payload: Payload<B>,
-    work: &Decomposition,
-    rank: usize,
-    wire: &mut Wire<'_>,
-) -> Result<Payload<B>, CommError> {
-    let (shape, dtype) = (payload.shape(), payload.dtype());
-    let row_len = row_bytes(&shape, work.dim, dtype);
-    let mut gives: BTreeMap<usize, Ranges> = BTreeMap::new();
-    for given in work.gives.iter().filter(|given| !given.range.is_empty()) {
-        gives
-            .entry(given.destination)
-            .or_default()
-            .push(given.range.clone());
-    }
-    let mut takes: BTreeMap<usize, usize> = BTreeMap::new();
-    for piece in work.takes.iter().filter(|piece| piece.source != rank) {
-        *takes.entry(piece.source).or_default() += piece.range.len() * row_len;
-    }
-    takes.retain(|_, len| *len > 0);
-    let mut sends: Vec<(usize, Arc<Vec<u8>>)> = Vec::new();
-    let mut last: Option<(Ranges, Arc<Vec<u8>>)> = None;
-    for (destination, ranges) in gives.into_iter().filter(|_| row_len > 0) {
-        // What goes to several ranks is read once.
-        let bytes = match &last {
-            Some((before, bytes)) if *before == ranges => bytes.clone(),
-            _ => Arc::new(bytes_of(&payload, work.dim, &ranges)),
-        };
-        last = Some((ranges, bytes.clone()));
-        sends.push((destination, bytes));
-    }
-    let receives: Vec<(usize, usize)> = takes.into_iter().collect();
-    let received = wire(sends, &receives)?;
-    // The rows of each source, and how many of them have been taken so far.
-    let mut sources: BTreeMap<usize, (Payload<B>, usize)> = (receives.iter().zip(received))
-        .map(|(&(source, len), bytes)| {
-            let rows = with_rows(&payload, work.dim, len / row_len, bytes);
-            (source, (rows, 0))
-        })
-        .collect();
-    let taken = work.takes.iter().map(|piece| {
-        if piece.source == rank {
-            return payload.rows(work.dim, &piece.range);
-        }
-        match sources.get_mut(&piece.source) {
-            Some((rows, start)) => {
-                let range = *start..*start + piece.range.len();
-                *start = range.end;
-                rows.rows(work.dim, &range)
-            }
-            // Nothing was to be sent.
-            None => payload.zeros_like(work.dim, piece.range.len()),
-        }
-    });
-    Ok(work.combine.apply(taken, work.dim, &payload))
-}
-
-fn row_bytes(shape: &Shape, dim: usize, dtype: DType) -> usize {
-    let others = shape.iter().enumerate().filter(|(d, _)| *d != dim);
-    others.map(|(_, size)| *size).product::<usize>() * dtype.size()
-}
-
-/// Rows of a tensor in row-major order, range by range.
-fn bytes_of<B: Backend>(payload: &Payload<B>, dim: usize, ranges: &[Range<usize>]) -> Vec<u8> {
-    let rows = ranges.iter().map(|range| payload.rows(dim, range));
-    let data = match Payload::concat(rows.collect(), dim, payload) {
+/// The elements of a tensor in row-major order.
+fn bytes_of<B: Backend>(payload: Payload<B>) -> Vec<u8> {
+    let data = match payload {
         Payload::Float(tensor) => read_sync(B::float_into_data(tensor)),
         Payload::Int(tensor) => read_sync(B::int_into_data(tensor)),
         Payload::Bool(tensor) => read_sync(B::bool_into_data(tensor)),
@@ -146,15 +111,8 @@ fn bytes_of<B: Backend>(payload: &Payload<B>, dim: usize, ranges: &[Range<usize>
     data.as_bytes().to_vec()
 }
 
-/// A tensor like `like` with other rows, from their bytes.
-fn with_rows<B: Backend>(
-    like: &Payload<B>,
-    dim: usize,
-    num_rows: usize,
-    bytes: Vec<u8>,
-) -> Payload<B> {
-    let mut shape = like.shape();
-    shape[dim] = num_rows;
+/// A tensor like `like` of another shape, from its bytes.
+fn from_bytes<B: Backend>(like: &Payload<B>, shape: Shape, bytes: Vec<u8>) -> Payload<B> {
     let data = TensorData::from_bytes_vec(bytes, shape, like.dtype());
     match like {
         Payload::Float(tensor) => {

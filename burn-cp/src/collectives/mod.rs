@@ -36,6 +36,7 @@ mod payload;
 mod threads;
 #[cfg(feature = "cubecl")]
 mod through_host;
+mod wire;
 
 use burn::tensor::{Numeric, Shape, Tensor};
 
@@ -47,6 +48,8 @@ pub use payload::{CollectiveElement, Payload};
 pub use threads::run_on_threads;
 #[cfg(feature = "cubecl")]
 pub use through_host::run_through_host;
+#[cfg(feature = "cuda")]
+pub(crate) use wire::Wire;
 
 use crate::comm::ProcessGroup;
 

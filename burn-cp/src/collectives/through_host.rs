@@ -1,22 +1,17 @@
-//! Collectives among threads whose tensors are on devices: values travel and are summed on the host.
+//! Collectives of tensors on devices without a connection of their own: values travel and are summed on the host.
 //!
 //! CubeCL gives each thread a stream of its own. A buffer that one rank hands to another by reference may be reused by its owner before
 //! the other's commands that read it are submitted, so nothing of a device is shared here.
 
 use burn::{
     backend::Flex,
-    tensor::{
-        BoolStore, DType, TensorData,
-        backend::Backend,
-        ops::{BoolTensorOps, FloatTensorOps, IntTensorOps},
-        try_read_sync,
-    },
+    tensor::{BoolStore, DType, TensorData, backend::Backend, try_read_sync},
 };
 
-use super::{Call, Collective, Payload, run_on_threads};
+use super::{Call, Collective, CollectiveBackend, Payload, run_on_threads};
 use crate::comm::ProcessGroup;
 
-/// Runs a collective among the threads of one process, each of which waits for its device first. A group of one moves nothing.
+/// Runs a collective on the host, as a CPU backend does; each rank waits for its device first. A group of one moves nothing.
 ///
 /// Every rank of `group` must call it. A failure ends the rank with a typed panic.
 ///
@@ -37,7 +32,7 @@ pub fn run_through_host<B: Backend>(
         Payload::Int(tensor) => B::int_device(tensor),
         Payload::Bool(tensor) => B::bool_device(tensor),
     };
-    let result = run_on_threads(
+    let result = Flex::collective(
         to_backend(payload, host_dtype(dtype), &Default::default()),
         op,
         group,

@@ -1,9 +1,10 @@
 //! The ranks that run collectives together.
 
 use std::{
+    any::Any,
     fmt,
     sync::{
-        Arc,
+        Arc, Mutex,
         atomic::{AtomicU64, Ordering},
     },
 };
@@ -30,20 +31,35 @@ pub enum Transport {
 }
 
 #[derive(Debug)]
-struct Shared {
-    key: Arc<str>,
-    ranks: Vec<usize>,
-    rank: usize,
+pub(super) struct Shared {
+    pub(super) key: Arc<str>,
+    pub(super) ranks: Vec<usize>,
+    pub(super) rank: usize,
     /// `None` for a group of one.
-    world: Option<Arc<World>>,
+    pub(super) world: Option<Arc<World>>,
     next_number: AtomicU64,
     next_host_number: AtomicU64,
+    #[allow(
+        dead_code,
+        reason = "for transports between devices, which not every build has"
+    )]
+    pub(super) device_transport: Slot,
+}
+
+/// Something that only a backend knows.
+#[derive(Default)]
+pub(super) struct Slot(pub(super) Mutex<Option<Arc<dyn Any + Send + Sync>>>);
+
+impl fmt::Debug for Slot {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Slot").finish_non_exhaustive()
+    }
 }
 
 /// A group of ranks that run collectives together, as one of them sees it. Cheap to clone; clones share the numbering.
 #[derive(Debug, Clone)]
 pub struct ProcessGroup {
-    shared: Arc<Shared>,
+    pub(super) shared: Arc<Shared>,
     order: ProgramOrder,
 }
 
@@ -76,6 +92,7 @@ impl ProcessGroup {
             world,
             next_number: AtomicU64::new(0),
             next_host_number: AtomicU64::new(0),
+            device_transport: Slot::default(),
         };
         Self {
             shared: Arc::new(shared),
@@ -282,39 +299,6 @@ impl ProcessGroup {
         let op = format!("{op} #{number} of group {}", self.shared.key);
         let me = (ranks[self.shared.rank], number);
         wire.transfer(world, me, &op, sends.collect(), receives.collect())
-    }
-
-    /// Notes, without waiting, that this rank has started tensor operation `number`; for transports whose ranks do not meet.
-    #[allow(
-        dead_code,
-        reason = "for transports that do not meet before they move tensors"
-    )]
-    pub(crate) fn record(&self, number: u64, signature: Signature) {
-        if let Some(world) = &self.shared.world {
-            let rank = self.shared.ranks[self.shared.rank];
-            world.record(rank, &self.key(false, number), signature);
-        }
-    }
-
-    /// Why tensor operation `number`, which every rank [records](Self::record), has not ended after `waited`: who differs from
-    /// the others, or who is missing and where it was last seen. It becomes the world's failure if there is none yet.
-    #[allow(
-        dead_code,
-        reason = "for transports that do not meet before they move tensors"
-    )]
-    pub(crate) fn diagnose(&self, number: u64, waited: std::time::Duration) -> Option<CommError> {
-        let world = self.shared.world.as_ref()?;
-        Some(world.diagnose(&self.attendance(), &self.key(false, number), waited))
-    }
-
-    /// The first failure of the world, as far as this rank has heard of it: for waits that are not waits of the control plane.
-    #[allow(
-        dead_code,
-        reason = "for transports that do not meet before they move tensors"
-    )]
-    pub(crate) fn failure(&self) -> Option<CommError> {
-        let failure = self.shared.world.as_ref()?.failure()?;
-        Some(failure.as_peer_failure())
     }
 
     /// Gathers a small host message from every rank, in group order. No device takes part; between processes the message

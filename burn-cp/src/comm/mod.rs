@@ -25,6 +25,13 @@ mod error;
 mod group;
 mod hub;
 mod mpi;
+#[cfg(feature = "cuda")]
+mod nccl;
+#[allow(
+    dead_code,
+    reason = "for transports whose ranks do not meet, which not every build has"
+)]
+mod observer;
 mod order;
 mod records;
 mod signature;
@@ -45,6 +52,10 @@ pub use world::RankContext;
 pub(crate) use error::panic_message;
 pub(crate) use hub::{Hub, odd_one_out};
 pub(crate) use mpi::{MPI_AVAILABLE, MpiWire};
+#[cfg(feature = "cuda")]
+pub(crate) use nccl::{Communicator, Element, NcclError, Queue, UniqueId};
+#[cfg(feature = "cuda")]
+pub(crate) use observer::Observer;
 pub(crate) use order::WeakProgramOrder;
 pub(crate) use tcp::{Client, Listener};
 pub(crate) use world::{Control, Processes, World};

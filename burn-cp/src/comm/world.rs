@@ -172,6 +172,15 @@ impl RankContext {
         Self::new(0, Hub::new(1, DEFAULT_DEADLINE))
     }
 
+    /// Whether ranks are threads of this process.
+    #[allow(
+        dead_code,
+        reason = "for the choice of a device, which not every build has"
+    )]
+    pub(crate) fn are_threads(&self) -> bool {
+        matches!(*self.world, World::Threads(_))
+    }
+
     pub(crate) fn world(&self) -> &Arc<World> {
         &self.world
     }

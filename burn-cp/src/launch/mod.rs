@@ -5,6 +5,7 @@
 //! one closure, and [`from_env`] connects this process with the others and leaves the running to the caller. Either way the
 //! error is the **first** failure of the world.
 
+mod device;
 mod environment;
 mod processes;
 mod slurm;
@@ -17,6 +18,7 @@ use std::{
     time::Duration,
 };
 
+pub use device::{DeviceError, RankDevice};
 pub use environment::{EnvironmentError, Place, Rendezvous, Scheme};
 pub use processes::{
     Process, ProcessOptions, TensorTransport, from_env, from_env_with, process, process_with,

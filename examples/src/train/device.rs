@@ -1,9 +1,11 @@
 //! By which backend of Burn a run computes.
 
 use burn::backend::{Autodiff, autodiff::checkpoint::strategy::BalancedCheckpointing};
-use burn_cp::launch::{LaunchError, Process};
+use burn_cp::launch::{LaunchError, Process, RankDevice};
 
-use super::{Checkpointing, Device, Outcome, Reporter, TrainBackend, TrainConfig, train, train_as_process};
+use super::{
+    Checkpointing, Device, Outcome, Reporter, TrainBackend, TrainConfig, train, train_as_process,
+};
 
 /// With Burn's default features its GPU backends are fused; so are these.
 #[cfg(feature = "wgpu")]
@@ -48,7 +50,7 @@ pub fn train_on_device(
     }
 }
 
-fn launched<B: TrainBackend>(
+fn launched<B: TrainBackend<Device: RankDevice>>(
     config: &TrainConfig,
     process: Option<Process>,
     reporter: Option<&Reporter>,
@@ -56,8 +58,6 @@ fn launched<B: TrainBackend>(
 ) -> Result<Outcome, LaunchError> {
     match process {
         None => train::<B>(config, reporter, resume, keep_gradients),
-        Some(process) => {
-            train_as_process::<B>(process, config, reporter, resume, keep_gradients)
-        }
+        Some(process) => train_as_process::<B>(process, config, reporter, resume, keep_gradients),
     }
 }

@@ -187,8 +187,8 @@ pub fn run_cases(
             Entry::Vacant(slot) => slot.insert(train_on_device(
                 &case.config.on_one_rank(),
                 None,
-                false,
-                true,
+                None,
+                (false, true),
             )?),
         };
         let outcome = train_on_device(&case.config, None, None, (false, true))?;

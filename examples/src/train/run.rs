@@ -200,8 +200,7 @@ pub fn run(args: &TrainArgs) -> Result<bool, RunError> {
             let reporter = Reporter::reader(&args.out);
             catch_interrupts(reporter.interrupt(), Arc::default())?;
             let ranks = Ranks::Processes(place, options);
-            let outcome =
-                train_on_cpu(&config, ranks, Some(&reporter), (args.resume, args.compare))?;
+            let outcome = train_on(&config, ranks, Some(&reporter), (args.resume, args.compare))?;
             Ok(outcome.steps_done < config.steps)
         }
     }

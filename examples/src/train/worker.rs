@@ -11,7 +11,7 @@ use burn::{
 use burn_cp::{
     attention::{ContextParallelBackend, InnerAttention},
     comm::{self, CommError, Groups, RankContext},
-    launch::{self, LaunchError, Process, ThreadsOptions},
+    launch::{self, DeviceError, LaunchError, Process, RankDevice, ThreadsOptions},
     layout::LayoutError,
     nn::{ParameterError, SequenceModel, SequenceSharded},
     optim::{GradientSync, clip_by_global_norm},
@@ -59,6 +59,8 @@ pub enum WorkerError {
     #[error(transparent)]
     Comm(#[from] CommError),
     #[error(transparent)]
+    Device(#[from] DeviceError),
+    #[error(transparent)]
     Step(#[from] StepError),
     #[error(transparent)]
     Layout(#[from] LayoutError),
@@ -94,7 +96,7 @@ pub fn train<B: TrainBackend>(
     keep_gradients: bool,
 ) -> Result<Outcome, LaunchError>
 where
-    B::Device: Default,
+    B::Device: RankDevice,
 {
     let options = ThreadsOptions {
         deadline: Duration::from_secs(config.deadline_seconds),
@@ -121,7 +123,7 @@ pub fn train_as_process<B: TrainBackend>(
     keep_gradients: bool,
 ) -> Result<Outcome, LaunchError>
 where
-    B::Device: Default,
+    B::Device: RankDevice,
 {
     process.run(|rank| Worker::<B>::new(config, &rank, reporter)?.run(resume, keep_gradients))
 }
@@ -153,7 +155,7 @@ struct Counts {
 
 impl<'a, B: TrainBackend> Worker<'a, B>
 where
-    B::Device: Default,
+    B::Device: RankDevice,
 {
     fn new(
         config: &'a TrainConfig,
@@ -170,7 +172,7 @@ where
             config,
             reporter: reporter.filter(|_| rank.rank() == 0),
             shared: reporter,
-            device: B::Device::default(),
+            device: B::Device::of_rank(rank)?,
             groups,
             dp_rank,
             cp,

@@ -195,7 +195,7 @@ fn a_busy_rank_hears_of_a_failure_without_asking() {
         }
         if rank == 2 {
             let start = Instant::now();
-            while group.failure().is_none() && start.elapsed() < LONG / 2 {
+            while group.observer().unwrap().failure().is_none() && start.elapsed() < LONG / 2 {
                 thread::sleep(Duration::from_millis(5));
             }
             *heard.lock().unwrap() = Some(start.elapsed());
@@ -239,12 +239,15 @@ fn records_tell_who_differs_and_who_is_missing() {
     for same in [false, true] {
         let failure = failure(world(3, LONG, |rank, group| {
             if !(same && rank == 2) {
-                group.record(0, signature(if rank == 2 { 5 } else { 4 }));
+                group
+                    .observer()
+                    .unwrap()
+                    .record(0, signature(if rank == 2 { 5 } else { 4 }));
             }
             // Records are one-way; this one comes behind them.
             group.barrier()?;
             match rank {
-                0 => Err(group.diagnose(0, SHORT).unwrap()),
+                0 => Err(group.observer().unwrap().diagnose(0, SHORT)),
                 _ => {
                     thread::sleep(Duration::from_millis(50));
                     group.barrier()
@@ -322,7 +325,7 @@ fn a_rank_that_falls_silent_is_lost_after_a_deadline() {
             let group = bind(&mesh, &context)?.world()?;
             // Not in any operation.
             let start = Instant::now();
-            while group.failure().is_none() && start.elapsed() < LONG {
+            while group.observer().unwrap().failure().is_none() && start.elapsed() < LONG {
                 thread::sleep(Duration::from_millis(5));
             }
             Ok::<_, CommError>(())

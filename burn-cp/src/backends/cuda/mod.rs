@@ -1,0 +1,325 @@
+//! CUDA: ranks that have a GPU each exchange through NCCL, from device to device and without waiting for either. Ranks as threads that
+//! share a GPU exchange through the host, since NCCL refuses them.
+
+use burn::tensor::{DType, Shape, TensorMetadata};
+use burn_cubecl::{CubeBackend, kernel::into_contiguous, tensor::CubeTensor};
+use cubecl::cuda::CudaRuntime;
+use serde::{Deserialize, Serialize};
+
+use super::CollectiveRuntime;
+use crate::{
+    collectives::{Call, Collective, Payload, Wire},
+    comm::{
+        CommError, Communicator, Element, NcclError, Observer, ProcessGroup, Queue, Transport,
+        UniqueId,
+    },
+};
+
+mod device;
+#[cfg(test)]
+mod tests;
+
+type Plain = CubeBackend<CudaRuntime, f32, i32, u8>;
+type Tensor = CubeTensor<CudaRuntime>;
+
+impl CollectiveRuntime for CudaRuntime {
+    fn own_collective(
+        payload: Payload<Plain>,
+        op: &Collective,
+        group: &ProcessGroup,
+        call: &Call,
+    ) -> Result<Payload<Plain>, Payload<Plain>> {
+        let Some(observer) = group.observer() else {
+            return Err(payload);
+        };
+        let ordinal = tensor_of(&payload).device.index;
+        let joined = group.device_transport(|| join(group, &observer, ordinal));
+        let joined = joined.unwrap_or_else(|error| error.raise());
+        let Some(communicator) = &*joined else {
+            return Err(payload);
+        };
+        let run = Run {
+            group,
+            observer: Some(observer),
+            communicator,
+            number: call.number,
+            what: call.label,
+        };
+        run.check_device(ordinal)
+            .unwrap_or_else(|error| error.raise());
+        if let Some(observer) = &run.observer {
+            observer.record(call.number, op.signature(&payload, call));
+        }
+        Ok(run
+            .collective(payload, op)
+            .unwrap_or_else(|error| error.raise()))
+    }
+}
+
+fn tensor_of(payload: &Payload<Plain>) -> &Tensor {
+    match payload {
+        Payload::Float(tensor) | Payload::Int(tensor) | Payload::Bool(tensor) => tensor,
+    }
+}
+
+/// The same kind of payload with another tensor.
+fn with_tensor(like: &Payload<Plain>, tensor: Tensor) -> Payload<Plain> {
+    match like {
+        Payload::Float(_) => Payload::Float(tensor),
+        Payload::Int(_) => Payload::Int(tensor),
+        Payload::Bool(_) => Payload::Bool(tensor),
+    }
+}
+
+/// A GPU, wherever it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+struct Gpu([u8; 16]);
+
+impl Gpu {
+    fn of(ordinal: usize) -> Result<Self, String> {
+        use cudarc::driver::result;
+        let ordinal = i32::try_from(ordinal).map_err(|error| error.to_string())?;
+        let device = result::device::get(ordinal).map_err(|error| error.to_string())?;
+        let uuid = result::device::get_uuid(device).map_err(|error| error.to_string())?;
+        Ok(Self(uuid.bytes.map(|byte| byte as u8)))
+    }
+}
+
+/// Joins the group's ranks, each with its GPU. `None` where ranks as threads share one. Every rank must call it.
+fn join(
+    group: &ProcessGroup,
+    observer: &Observer,
+    ordinal: usize,
+) -> Result<Option<Communicator>, CommError> {
+    let gpu = group.consensus("looking for the GPU", Gpu::of(ordinal))?;
+    let gpus = group.host_all_gather("GPUs", gpu)?;
+    let twice = (1..gpus.len()).find(|rank| gpus[..*rank].contains(&gpus[*rank]));
+    if let Some(second) = twice {
+        let ranks = group.global_ranks();
+        let first = gpus
+            .iter()
+            .position(|gpu| *gpu == gpus[second])
+            .unwrap_or_default();
+        let (first, second) = (ranks[first], ranks[second]);
+        if group.transport() == Transport::Threads {
+            tracing::info!(
+                group = group.name(),
+                first,
+                second,
+                "ranks share a GPU, so that tensors travel through the host"
+            );
+            return Ok(None);
+        }
+        return Err(CommError::Transport {
+            group: group.name().to_owned(),
+            what: "tensors on GPUs".to_owned(),
+            reason: format!(
+                "ranks {first} and {second} are processes with the same GPU; NCCL wants one for each"
+            ),
+        });
+    }
+    let id = (group.rank() == 0).then(UniqueId::new).transpose();
+    let id = group.consensus("making a unique id", id)?;
+    let ids = group.host_all_gather("unique id", id)?;
+    let id = ids
+        .into_iter()
+        .flatten()
+        .next()
+        .ok_or_else(|| CommError::Transport {
+            group: group.name().to_owned(),
+            what: "tensors on GPUs".to_owned(),
+            reason: "rank 0 made no unique id".to_owned(),
+        })?;
+    let place = [group.rank(), group.size(), ordinal];
+    let joined = Communicator::new(&id, place, Some(observer.clone()), observer.deadline());
+    group.consensus("joining NCCL", joined).map(Some)
+}
+
+/// One collective.
+struct Run<'a> {
+    group: &'a ProcessGroup,
+    /// `None` in a group of one.
+    observer: Option<Observer>,
+    communicator: &'a Communicator,
+    number: u64,
+    what: &'a str,
+}
+
+impl Run<'_> {
+    fn check_device(&self, ordinal: usize) -> Result<(), CommError> {
+        let expected = self.communicator.ordinal();
+        if ordinal == expected {
+            return Ok(());
+        }
+        Err(CommError::Transport {
+            group: self.group.name().to_owned(),
+            what: self.what.to_owned(),
+            reason: format!(
+                "expected a tensor on GPU {expected}, which the group was joined with, got GPU {ordinal}"
+            ),
+        })
+    }
+
+    fn collective(
+        &self,
+        payload: Payload<Plain>,
+        op: &Collective,
+    ) -> Result<Payload<Plain>, CommError> {
+        let shape = payload.shape();
+        let dtype = payload.dtype();
+        match op {
+            Collective::AllGather { dim: 0, sizes } if even(sizes) && shape.num_elements() > 0 => {
+                let mut all = shape.clone();
+                all[0] = sizes.iter().sum();
+                let num_bytes = shape.num_elements() * dtype.size();
+                self.whole(payload, all, |queue, from, to| {
+                    queue.all_gather(from, to, num_bytes)
+                })
+            }
+            Collective::AllReduce if shape.num_elements() > 0 => {
+                let wide = payload.widened();
+                let Some(element) = element(wide.dtype()) else {
+                    return self.by_messages(wide.narrowed(dtype), op);
+                };
+                let len = shape.num_elements();
+                let sum = self.whole(wide, shape, |queue, from, to| {
+                    queue.all_reduce(from, to, len, element)
+                })?;
+                Ok(sum.narrowed(dtype))
+            }
+            Collective::Broadcast { root } if shape.num_elements() > 0 => {
+                let num_bytes = shape.num_elements() * dtype.size();
+                self.whole(payload, shape, |queue, from, to| {
+                    queue.broadcast(from, to, num_bytes, *root)
+                })
+            }
+            // What is added up here is so in the order of ranks, which NCCL does not promise.
+            _ => self.by_messages(payload, op),
+        }
+    }
+
+    /// One of NCCL's own collectives on whole tensors.
+    fn whole(
+        &self,
+        payload: Payload<Plain>,
+        shape: Shape,
+        enqueue: impl FnOnce(&Queue<'_>, u64, u64) -> Result<(), NcclError>,
+    ) -> Result<Payload<Plain>, CommError> {
+        let from = into_contiguous(tensor_of(&payload).clone());
+        let to = empty(&from, shape);
+        self.start(&[&from, &to], |queue, addresses| {
+            enqueue(queue, addresses[0], addresses[1])
+        })?;
+        Ok(with_tensor(&payload, to))
+    }
+
+    fn by_messages(
+        &self,
+        payload: Payload<Plain>,
+        op: &Collective,
+    ) -> Result<Payload<Plain>, CommError> {
+        let work = op.decompose(&payload.shape(), self.group.rank(), self.group.size());
+        let mut wire = self;
+        work.run(payload, self.group.rank(), &mut wire)
+    }
+
+    /// Starts an operation on tensors, whose addresses it is given, and orders all later work of the device behind it. The host waits
+    /// for nothing.
+    fn start(
+        &self,
+        tensors: &[&Tensor],
+        enqueue: impl FnOnce(&Queue<'_>, &[u64]) -> Result<(), NcclError>,
+    ) -> Result<(), CommError> {
+        // Asking for its resource submits all work on a buffer; what is asked for is held until later work has been ordered.
+        let mut held = Vec::with_capacity(tensors.len());
+        for tensor in tensors {
+            let resource = tensor.client.get_resource(tensor.handle.clone());
+            held.push(resource.map_err(|error| CommError::Transport {
+                group: self.group.name().to_owned(),
+                what: self.what.to_owned(),
+                reason: format!("a buffer cannot be used: {error:?}"),
+            })?);
+        }
+        let addresses: Vec<u64> = held
+            .iter()
+            .map(|resource| resource.resource().ptr)
+            .collect();
+        let started = self
+            .communicator
+            .start(self.number, |queue| enqueue(queue, &addresses));
+        let ordered = started.and_then(|ticket| ticket.order_before_later_work());
+        ordered.map_err(|error| error.of(self.observer.as_ref(), self.what))
+    }
+}
+
+impl Wire<Plain> for &Run<'_> {
+    fn swap(
+        &mut self,
+        sends: Vec<(Vec<usize>, Payload<Plain>)>,
+        receives: Vec<(usize, Shape)>,
+        like: &Payload<Plain>,
+    ) -> Result<Vec<Payload<Plain>>, CommError> {
+        let num_bytes = |tensor: &Tensor| tensor.shape().num_elements() * tensor.dtype.size();
+        let outgoing: Vec<Tensor> = (sends.iter())
+            .map(|(_, rows)| into_contiguous(tensor_of(rows).clone()))
+            .collect();
+        let incoming: Vec<Tensor> = (receives.iter())
+            .map(|(_, shape)| empty(tensor_of(like), shape.clone()))
+            .collect();
+        let tensors: Vec<&Tensor> = outgoing.iter().chain(&incoming).collect();
+        if !tensors.is_empty() {
+            self.start(&tensors, |queue, addresses| {
+                let (from, to) = addresses.split_at(outgoing.len());
+                queue.grouped(|| {
+                    for ((destinations, _), (tensor, address)) in
+                        sends.iter().zip(outgoing.iter().zip(from))
+                    {
+                        for destination in destinations {
+                            queue.send(*destination, *address, num_bytes(tensor))?;
+                        }
+                    }
+                    for ((source, _), (tensor, address)) in
+                        receives.iter().zip(incoming.iter().zip(to))
+                    {
+                        queue.receive(*source, *address, num_bytes(tensor))?;
+                    }
+                    Ok(())
+                })
+            })?;
+        }
+        Ok(incoming
+            .into_iter()
+            .map(|tensor| with_tensor(like, tensor))
+            .collect())
+    }
+}
+
+/// A tensor that has not been written yet.
+fn empty(like: &Tensor, shape: Shape) -> Tensor {
+    let handle = like.client.empty(shape.num_elements() * like.dtype.size());
+    Tensor::new_contiguous(
+        like.client.clone(),
+        like.device.clone(),
+        shape,
+        handle,
+        like.dtype,
+    )
+}
+
+fn even(sizes: &[usize]) -> bool {
+    sizes.windows(2).all(|pair| pair[0] == pair[1])
+}
+
+fn element(dtype: DType) -> Option<Element> {
+    Some(match dtype {
+        DType::F32 => Element::F32,
+        DType::F64 => Element::F64,
+        DType::I64 => Element::I64,
+        DType::I32 => Element::I32,
+        DType::I8 => Element::I8,
+        DType::U64 => Element::U64,
+        DType::U32 => Element::U32,
+        DType::U8 => Element::U8,
+        _ => return None,
+    })
+}

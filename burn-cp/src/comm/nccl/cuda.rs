@@ -1,0 +1,140 @@
+//! The little of the driver that NCCL's order among CubeCL's streams needs.
+
+use cudarc::driver::{result, sys};
+
+use super::error::{NcclError, driver};
+
+/// A device's primary context, which CubeCL uses too, and a stream in it.
+#[derive(Debug)]
+pub(super) struct Stream {
+    device: sys::CUdevice,
+    context: sys::CUcontext,
+    stream: sys::CUstream,
+}
+
+// SAFETY: handles of the driver may be used from any thread.
+unsafe impl Send for Stream {}
+// SAFETY: as above; every use makes the context current first.
+unsafe impl Sync for Stream {}
+
+impl Stream {
+    pub(super) fn new(ordinal: usize) -> Result<Self, NcclError> {
+        driver("initialising the driver", result::init())?;
+        let ordinal = i32::try_from(ordinal).unwrap_or(i32::MAX);
+        let device = driver("looking for the device", result::device::get(ordinal))?;
+        // SAFETY: the device exists; the context is released when `self` is dropped.
+        let context = driver("opening the device", unsafe {
+            result::primary_ctx::retain(device)
+        })?;
+        let made = (|| {
+            // SAFETY: the context was just retained.
+            driver("using the device", unsafe {
+                result::ctx::set_current(context)
+            })?;
+            let kind = result::stream::StreamKind::NonBlocking;
+            driver("making a stream", result::stream::create(kind))
+        })();
+        match made {
+            Ok(stream) => Ok(Self {
+                device,
+                context,
+                stream,
+            }),
+            Err(error) => {
+                // SAFETY: retained above, and not used any more.
+                let _ = unsafe { result::primary_ctx::release(device) };
+                Err(error)
+            }
+        }
+    }
+
+    pub(super) fn raw(&self) -> sys::CUstream {
+        self.stream
+    }
+
+    /// Makes the device's context the calling thread's.
+    pub(super) fn enter(&self) -> Result<(), NcclError> {
+        // SAFETY: the context lives as long as `self`.
+        driver("using the device", unsafe {
+            result::ctx::set_current(self.context)
+        })
+    }
+
+    /// The stream's next operation waits, on the device, for all work that was submitted to the context's streams so far.
+    pub(super) fn wait_for_submitted_work(&self) -> Result<(), NcclError> {
+        let event = Event::new()?;
+        // SAFETY: context, event and stream are alive.
+        driver("recording the context's work", unsafe {
+            sys::cuCtxRecordEvent(self.context, event.0).result()
+        })?;
+        let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+        // SAFETY: as above.
+        driver("ordering the stream", unsafe {
+            result::stream::wait_event(self.stream, event.0, flags)
+        })
+    }
+
+    /// An event that happens when the stream's work so far has ended.
+    pub(super) fn record(&self) -> Result<Event, NcclError> {
+        let event = Event::new()?;
+        // SAFETY: event and stream are alive and of one context.
+        driver("recording the stream's work", unsafe {
+            result::event::record(event.0, self.stream)
+        })?;
+        Ok(event)
+    }
+
+    /// All work that is submitted to the context's streams from now on waits, on the device, for an event.
+    pub(super) fn hold_later_work(&self, event: &Event) -> Result<(), NcclError> {
+        // SAFETY: context and event are alive.
+        driver("ordering the context", unsafe {
+            sys::cuCtxWaitEvent(self.context, event.0).result()
+        })
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        if self.enter().is_err() {
+            return;
+        }
+        // SAFETY: nothing uses the stream any more. Errors have nobody to go to.
+        unsafe {
+            let _ = result::stream::destroy(self.stream);
+            let _ = result::primary_ctx::release(self.device);
+        }
+    }
+}
+
+/// A point in a stream's work.
+#[derive(Debug)]
+pub(super) struct Event(sys::CUevent);
+
+// SAFETY: as for streams.
+unsafe impl Send for Event {}
+// SAFETY: as for streams.
+unsafe impl Sync for Event {}
+
+impl Event {
+    /// Of the thread's current context.
+    fn new() -> Result<Self, NcclError> {
+        let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING;
+        driver("making an event", result::event::create(flags)).map(Self)
+    }
+
+    pub(super) fn has_happened(&self) -> Result<bool, NcclError> {
+        // SAFETY: the event is alive.
+        match unsafe { sys::cuEventQuery(self.0) } {
+            sys::CUresult::CUDA_SUCCESS => Ok(true),
+            sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            other => driver("looking at an event", other.result()).map(|()| true),
+        }
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        // SAFETY: destroyed once; waits that were enqueued keep what they need.
+        let _ = unsafe { result::event::destroy(self.0) };
+    }
+}

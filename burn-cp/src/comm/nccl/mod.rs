@@ -1,0 +1,21 @@
+//! NCCL: tensors of ranks that have a GPU each.
+//!
+//! A [`Communicator`] is one rank's end of a group's device transport. It knows device addresses and bytes, no tensors. Operations run
+//! on a stream of its own, ordered among CubeCL's by events of the device's context, so that the host never waits: an operation
+//! starts when all work that was submitted before has ended, and work that is submitted after
+//! [`Ticket::order_before_later_work`] starts when the operation has ended. Buffers must be kept until then, and not longer.
+//!
+//! # What can go wrong
+//!
+//! Ranks do not meet before they move tensors. Each records what it starts on the control plane; a watchdog looks for errors that NCCL
+//! reports later, for operations that are not done by the deadline, and for failures that others report. It aborts the communicator,
+//! so that kernels that wait for a peer end, and leaves the reason with the control plane: who differs, or who is missing and where it
+//! was last seen.
+
+mod communicator;
+mod cuda;
+mod error;
+mod watchdog;
+
+pub(crate) use communicator::{Communicator, Element, Queue, UniqueId};
+pub(crate) use error::NcclError;
