@@ -20,6 +20,7 @@ use burn_cp_kernels::{
 use crate::{
     Device,
     cases::{documents, sync},
+    wanted,
 };
 
 /// Median seconds of a call.
@@ -156,9 +157,15 @@ fn time(work: &Work, routine: Routine, dtype: FloatDType, calls: usize) {
 /// Every routine on every work; the portable one on those that end soon.
 pub(crate) fn routines() {
     for work in works() {
-        time(&work, Routine::Hopper, FloatDType::BF16, 10);
+        for routine in [Routine::Hopper, Routine::TensorCore] {
+            if wanted(routine) {
+                time(&work, routine, FloatDType::BF16, 10);
+            }
+        }
     }
-    portable();
+    if wanted(Routine::Portable) {
+        portable();
+    }
 }
 
 /// The portable routine on some works.

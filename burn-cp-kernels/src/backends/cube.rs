@@ -40,6 +40,43 @@ pub trait AttentionRuntime: CubeRuntime {
         })
     }
 
+    /// Why the kernels for this runtime's matrix units do not serve this call, if so.
+    #[doc(hidden)]
+    fn tensor_core_check(
+        device: &Self::Device,
+        _problem: &AttentionProblem,
+        _dtype: DType,
+        _options: &AttentionOptions,
+    ) -> Result<(), AttentionError> {
+        Err(AttentionError::Routine {
+            routine: Routine::TensorCore,
+            expected: "a CUDA device of compute capability 8.0 or later".into(),
+            got: format!("{} device {device:?}", Self::NAME),
+        })
+    }
+
+    /// The forward pass of a call that passed [`Self::tensor_core_check`].
+    #[doc(hidden)]
+    fn tensor_core_forward(
+        _input: AttentionInput<CubeTensor<Self>>,
+        _problem: &AttentionProblem,
+        _segments: &Segments,
+        _options: &AttentionOptions,
+    ) -> Result<AttentionOutput<CubeTensor<Self>>, AttentionError> {
+        unreachable!("this runtime's tensor_core_check refuses every call")
+    }
+
+    /// The backward pass of a call that passed [`Self::tensor_core_check`].
+    #[doc(hidden)]
+    fn tensor_core_backward(
+        _input: AttentionBackwardInput<CubeTensor<Self>>,
+        _problem: &AttentionProblem,
+        _segments: &Segments,
+        _options: &AttentionOptions,
+    ) -> Result<AttentionGradients<CubeTensor<Self>>, AttentionError> {
+        unreachable!("this runtime's tensor_core_check refuses every call")
+    }
+
     /// The forward pass of a call that passed [`Self::own_check`].
     #[doc(hidden)]
     fn own_forward(
@@ -86,11 +123,10 @@ fn choose<R: AttentionRuntime>(
             R::own_check(device, problem, dtype, options)?;
             forced(Routine::Hopper)
         }
-        Some(routine) => Err(AttentionError::Routine {
-            routine,
-            expected: "a build that has it".into(),
-            got: "composed, portable and hopper".into(),
-        }),
+        Some(Routine::TensorCore) => {
+            R::tensor_core_check(device, problem, dtype, options)?;
+            forced(Routine::TensorCore)
+        }
         // Hopper's kernels are taken by force only, until all checks of `examples/attention_gpu` have passed with them.
         None => {
             check_portable::<R>(problem, dtype, device)?;
@@ -141,6 +177,9 @@ where
                     Ok(composed::forward::<Self>(input.clone(), segments, options))
                 }
                 Routine::Hopper => Ok(R::own_forward(input.clone(), &problem, segments, options)),
+                Routine::TensorCore => {
+                    R::tensor_core_forward(input.clone(), &problem, segments, options)
+                }
                 _ => launch::portable::forward(input.clone(), &problem, segments, options),
             }
         };
@@ -168,6 +207,9 @@ where
                 }
                 Routine::Hopper if one_dtype => {
                     Ok(R::own_backward(input.clone(), &problem, segments, options))
+                }
+                Routine::TensorCore => {
+                    R::tensor_core_backward(input.clone(), &problem, segments, options)
                 }
                 Routine::Composed => {
                     Ok(composed::backward::<Self>(input.clone(), segments, options))
