@@ -51,6 +51,18 @@ impl KeyPart {
     pub(crate) fn values(self) -> bool {
         !matches!(self, Self::Keys)
     }
+
+    /// Sums that a plane has for the gradients of keys and of values.
+    pub(crate) fn counts(self, blueprint: &MatrixBlueprint) -> (usize, usize) {
+        let count = |wanted: bool, layout: Layout| match wanted {
+            true => blueprint.key_blocks * layout.padded() / 8,
+            false => 0,
+        };
+        (
+            count(self.keys(), blueprint.keys()),
+            count(self.values(), blueprint.values()),
+        )
+    }
 }
 
 /// Rows of vectors in shared memory.

@@ -3,21 +3,93 @@
 use cubecl::prelude::barrier::{copy_async, copy_async_checked};
 use cubecl::prelude::*;
 
-use super::{CHUNK, Chunk, Layout, UNITS};
-use crate::components::tile::Rows;
+use super::{CHUNK, Chunk, Layout, Operand, UNITS};
+use crate::components::tile::{Rows, rows_of};
 
 /// What is copied where.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Copied {
-    pub(crate) layout: Layout,
+    layout: Layout,
     /// Number of rows.
-    pub(crate) rows: usize,
+    rows: usize,
+}
+
+impl Copied {
+    pub(crate) fn new(layout: Layout, rows: usize) -> Self {
+        Self { layout, rows }
+    }
+
+    /// Chunks that the rows take.
+    fn len(&self) -> usize {
+        self.rows * self.layout.stride()
+    }
+}
+
+/// Rows of a tensor and the memory that they are copied to, some at a time.
+#[derive(CubeType)]
+pub(crate) struct Held<F: Float> {
+    pub(crate) rows: Rows,
+    pub(crate) memory: SharedMemory<Chunk<F>>,
+}
+
+/// Rows from `token` on, of which `first..last` are loaded, and memory for `stages` times as many as are copied at a time.
+#[cube]
+pub(crate) fn held<F: Float>(
+    tensor: &Tensor<Chunk<F>>,
+    batch: i32,
+    head: u32,
+    token: i32,
+    first: i32,
+    last: i32,
+    #[comptime] stages: usize,
+    #[comptime] copied: Copied,
+) -> Held<F> {
+    Held::<F> {
+        rows: rows_of::<F, Const<8>>(tensor, batch, head, token, first, last),
+        memory: memory_of::<F>(stages, copied),
+    }
+}
+
+/// Memory for `stages` times as many rows as are copied at a time.
+#[cube]
+pub(crate) fn memory_of<F: Float>(
+    #[comptime] stages: usize,
+    #[comptime] copied: Copied,
+) -> SharedMemory<Chunk<F>> {
+    SharedMemory::<Chunk<F>>::new_aligned(comptime!(stages * copied.len()), 128usize)
+}
+
+/// Starts copying the rows from `skip` on to a stage.
+#[cube]
+pub(crate) fn begin_copy<F: Float>(
+    from: &Tensor<Chunk<F>>,
+    held: &mut Held<F>,
+    skip: i32,
+    stage: usize,
+    #[comptime] copied: Copied,
+) {
+    let start = stage * comptime!(copied.len());
+    copy_rows::<F>(from, &held.rows, skip, &mut held.memory, start, copied);
+}
+
+/// A stage as an operand, given where a unit's row is.
+#[cube]
+pub(crate) fn operand<F: Float>(
+    memory: &SharedMemory<Chunk<F>>,
+    at: usize,
+    stage: usize,
+    #[comptime] copied: Copied,
+) -> Operand<F> {
+    Operand::<F> {
+        memory: *memory,
+        at: at + stage * comptime!(copied.len()),
+    }
 }
 
 /// Starts copying the rows from row `skip` on to `to` from chunk `start` on. Rows that are not to be loaded, and what
 /// the vectors lack to whole products, become 0.
 #[cube]
-pub(crate) fn copy_rows<F: Float>(
+fn copy_rows<F: Float>(
     from: &Tensor<Chunk<F>>,
     rows: &Rows,
     skip: i32,
@@ -49,7 +121,7 @@ fn copy_items<F: Float>(
     let chunks = comptime!(copied.layout.chunks());
     let stride = comptime!(copied.layout.stride());
     let total = comptime!(copied.rows * chunks);
-    if comptime!(UNITS % chunks == 0) {
+    if comptime!(UNITS.is_multiple_of(chunks)) {
         // Every unit stays in its column: the rows are a fixed number apart.
         let apart = comptime!(UNITS / chunks);
         let row = UNIT_POS_X / comptime!(chunks as u32);

@@ -9,12 +9,11 @@ mod product;
 mod rows;
 
 pub(crate) use blueprint::{CHUNK, KeyPart, Layout, MatrixBlueprint, QUERY_COLUMNS, SIDE, UNITS};
-pub(crate) use copy::{Copied, copy_numbers, copy_rows};
+pub(crate) use copy::{Copied, Held, begin_copy, copy_numbers, held, memory_of, operand};
 pub(crate) use product::{
     Operand, Products, Weighed, as_left, as_right, as_weighed, row_products, sums, weigh_ahead,
-    weigh_block,
+    weigh_block, weigh_rows,
 };
-
 pub(crate) use rows::{
     cap, exponent, first_row, keep_columns, operands, store_row, store_rows, times, weight_pair,
 };

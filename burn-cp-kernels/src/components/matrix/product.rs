@@ -3,7 +3,7 @@
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
 
-use super::{Chunk, Pair, Pair32, SIDE};
+use super::{Chunk, Layout, Pair, Pair32, SIDE, operands};
 
 /// Sums of `count` blocks of 8 columns that are all 0.
 #[cube]
@@ -95,6 +95,18 @@ pub(crate) struct Products {
     pub(crate) stride: usize,
 }
 
+impl Products {
+    /// Of rows that are laid out alike.
+    pub(crate) fn new(blocks: usize, columns: usize, layout: Layout) -> Self {
+        Self {
+            blocks,
+            columns,
+            dim: layout.padded(),
+            stride: layout.stride(),
+        }
+    }
+}
+
 /// `sums[i, j] += left[i] · right[j]`. Fragments are loaded one product ahead.
 #[cube]
 pub(crate) fn row_products<F: Float>(
@@ -158,6 +170,17 @@ pub(crate) struct Weighed {
     pub(crate) stride: usize,
 }
 
+impl Weighed {
+    pub(crate) fn new(blocks: usize, rows: usize, layout: Layout) -> Self {
+        Self {
+            blocks,
+            rows,
+            dim: layout.padded(),
+            stride: layout.stride(),
+        }
+    }
+}
+
 /// `sums[i] += Σ weights[i, r] · rows[r]` over the 16 rows of block `block`. `loaded` holds the fragments that blocks before
 /// this one have loaded, and the first one of this, from [`weigh_ahead`] on.
 #[cube]
@@ -198,4 +221,28 @@ pub(crate) fn weigh_ahead<F: Float>(rows: &Operand<F>) -> Sequence<Array<Pair<F>
     let mut loaded = Sequence::<Array<Pair<F>>>::new();
     loaded.push(fragments::<F>(&rows.memory, rows.at, true));
     loaded
+}
+
+/// `sums[i] += Σ weights[i, r] · rows[r]` over `columns` rows, with weights that are sums.
+#[cube]
+pub(crate) fn weigh_rows<F: Float>(
+    weights: &Sequence<Array<Pair32>>,
+    rows: &Operand<F>,
+    sums: &mut Sequence<Array<Pair32>>,
+    #[comptime] blocks: usize,
+    #[comptime] columns: usize,
+    #[comptime] layout: Layout,
+) {
+    let weighed = comptime!(Weighed::new(blocks, columns, layout));
+    let mut loaded = weigh_ahead::<F>(rows);
+    #[unroll]
+    for block in 0..comptime!(columns / SIDE) {
+        let left = operands::<F>(
+            weights,
+            blocks,
+            comptime!(columns / 8),
+            comptime!(block * 2),
+        );
+        weigh_block::<F>(&left, rows, &mut loaded, sums, block, weighed);
+    }
 }

@@ -7,12 +7,12 @@ use crate::components::{
     COLUMNS,
     matrix::{
         Chunk, Copied, LOG2_E, MatrixBlueprint, Operand, Pair, Pair32, Products, SIDE, Scalars,
-        Weighed, as_left, as_right, as_weighed, cap, copy_rows, exp2, exponent, first_row,
-        keep_columns, row_products, store_row, sums, weigh_ahead, weigh_block,
+        Weighed, as_left, as_right, as_weighed, begin_copy, cap, exp2, exponent, first_row, held,
+        keep_columns, operand, row_products, store_row, sums, weigh_ahead, weigh_block,
     },
     records::{RowTile, row_tile},
     scores::{MASKED, NO_SCORE},
-    tile::{Place, rows_of},
+    tile::Place,
 };
 
 /// Sums are scaled down where a row's maximum has grown by a power of two greater than this. Until then
@@ -39,38 +39,32 @@ pub(crate) fn forward<F: Float>(
     let head = CUBE_POS_X;
     let tile = row_tile(tiles, index);
     let (k_layout, v_layout) = comptime!((blueprint.keys(), blueprint.values()));
-    let (k_stride, v_stride) = comptime!((k_layout.stride(), v_layout.stride()));
     let num_rows = comptime!(blueprint.query_rows());
-    let mut q_memory =
-        SharedMemory::<Chunk<F>>::new_aligned(comptime!(num_rows * k_stride), 128usize);
-    let mut k_memory =
-        SharedMemory::<Chunk<F>>::new_aligned(comptime!(2 * COLUMNS * k_stride), 128usize);
-    let mut v_memory =
-        SharedMemory::<Chunk<F>>::new_aligned(comptime!(2 * COLUMNS * v_stride), 128usize);
-    let copied = Barrier::shared(CUBE_DIM, UNIT_POS == 0);
-
+    let q_part = comptime!(Copied::new(k_layout, num_rows));
+    let k_part = comptime!(Copied::new(k_layout, COLUMNS));
+    let v_part = comptime!(Copied::new(v_layout, COLUMNS));
     let kv_head = head / scalars.group;
+    let (batch, token) = (tile.k_row, tile.k_token);
     let (first, last) = (tile.first_column, tile.last_column);
-    let q_rows = rows_of::<F, Const<8>>(q, tile.q_row, head, tile.q_token, 0, tile.num_rows);
-    let k_rows = rows_of::<F, Const<8>>(k, tile.k_row, kv_head, tile.k_token, first, last);
-    let v_rows = rows_of::<F, Const<8>>(v, tile.k_row, kv_head, tile.k_token, first, last);
-    let q_part = comptime!(Copied {
-        layout: k_layout,
-        rows: num_rows
-    });
-    let k_part = comptime!(Copied {
-        layout: k_layout,
-        rows: COLUMNS
-    });
-    let v_part = comptime!(Copied {
-        layout: v_layout,
-        rows: COLUMNS
-    });
-    copy_rows::<F>(q, &q_rows, 0, &mut q_memory, 0usize, q_part);
+    let q_token = tile.q_token;
+    let mut queries = held::<F>(
+        q,
+        tile.q_row,
+        head,
+        q_token,
+        0,
+        tile.num_rows,
+        1usize,
+        q_part,
+    );
+    let mut keys = held::<F>(k, batch, kv_head, token, first, last, 2usize, k_part);
+    let mut values = held::<F>(v, batch, kv_head, token, first, last, 2usize, v_part);
+    let copied = Barrier::shared(CUBE_DIM, UNIT_POS == 0);
+    begin_copy::<F>(q, &mut queries, 0, 0usize, q_part);
     if tile.first_tile < tile.last_tile {
         let skip = tile.first_tile * COLUMNS as i32;
-        copy_rows::<F>(k, &k_rows, skip, &mut k_memory, 0usize, k_part);
-        copy_rows::<F>(v, &v_rows, skip, &mut v_memory, 0usize, v_part);
+        begin_copy::<F>(k, &mut keys, skip, 0usize, k_part);
+        begin_copy::<F>(v, &mut values, skip, 0usize, v_part);
     }
     copied.commit_copy_async();
     copied.arrive();
@@ -82,9 +76,9 @@ pub(crate) fn forward<F: Float>(
         normalisers: filled(0.0, comptime!(2 * blocks)),
     };
     let row = UNIT_POS_X / 32 * comptime!((SIDE * blocks) as u32);
-    let q_at = as_left(row, k_stride);
-    let k_at = as_right(k_stride);
-    let v_at = as_weighed(v_stride);
+    let q_at = as_left(row, k_layout.stride());
+    let k_at = as_right(k_layout.stride());
+    let v_at = as_weighed(v_layout.stride());
     // Columns that every row sees.
     let seen_from = i32::max(first, tile.own + comptime!(num_rows as i32 - 1) - tile.left);
     let seen_to = i32::min(last, tile.own + tile.right + 1);
@@ -96,38 +90,37 @@ pub(crate) fn forward<F: Float>(
         if n + 1 < tile.last_tile {
             let skip = (n + 1) * COLUMNS as i32;
             let stage = ((step + 1) & 1) as usize;
-            let k_to = stage * comptime!(COLUMNS * k_stride);
-            let v_to = stage * comptime!(COLUMNS * v_stride);
-            copy_rows::<F>(k, &k_rows, skip, &mut k_memory, k_to, k_part);
-            copy_rows::<F>(v, &v_rows, skip, &mut v_memory, v_to, v_part);
+            begin_copy::<F>(k, &mut keys, skip, stage, k_part);
+            begin_copy::<F>(v, &mut values, skip, stage, v_part);
             copied.commit_copy_async();
             copied.arrive();
         }
         let stage = (step & 1) as usize;
-        let queries = Operand::<F> {
-            memory: q_memory,
-            at: q_at,
-        };
-        let keys = Operand::<F> {
-            memory: k_memory,
-            at: k_at + stage * comptime!(COLUMNS * k_stride),
-        };
-        let values = Operand::<F> {
-            memory: v_memory,
-            at: v_at + stage * comptime!(COLUMNS * v_stride),
+        let operands = Operands::<F> {
+            queries: operand::<F>(&queries.memory, q_at, 0usize, q_part),
+            keys: operand::<F>(&keys.memory, k_at, stage, k_part),
+            values: operand::<F>(&values.memory, v_at, stage, v_part),
         };
         let start = n * COLUMNS as i32;
         if start >= seen_from && start + COLUMNS as i32 <= seen_to {
             columns(
-                &queries, &keys, &values, &mut state, &tile, start, scalars, false, blueprint,
+                &operands, &mut state, &tile, start, scalars, false, blueprint,
             );
         } else {
             columns(
-                &queries, &keys, &values, &mut state, &tile, start, scalars, true, blueprint,
+                &operands, &mut state, &tile, start, scalars, true, blueprint,
             );
         }
     }
     finish::<F>(&mut state, &tile, head, sinks, out, lse, scalars, blueprint);
+}
+
+/// What one tile of columns is computed from.
+#[derive(CubeType)]
+struct Operands<F: Float> {
+    queries: Operand<F>,
+    keys: Operand<F>,
+    values: Operand<F>,
 }
 
 /// What the columns so far come to, for the rows of a unit.
@@ -153,9 +146,7 @@ fn filled(#[comptime] value: f32, #[comptime] len: usize) -> Array<f32> {
 /// One tile of columns.
 #[cube]
 fn columns<F: Float>(
-    queries: &Operand<F>,
-    keys: &Operand<F>,
-    values: &Operand<F>,
+    operands: &Operands<F>,
     state: &mut State,
     tile: &RowTile,
     start: i32,
@@ -167,14 +158,9 @@ fn columns<F: Float>(
     let (k_layout, v_layout) = comptime!((blueprint.keys(), blueprint.values()));
     let tiles = comptime!(COLUMNS / 8);
     let mut s = sums(comptime!(blocks * tiles));
-    let products = comptime!(Products {
-        blocks,
-        columns: COLUMNS,
-        dim: k_layout.padded(),
-        stride: k_layout.stride()
-    });
-    row_products::<F>(queries, keys, &mut s, products);
-    let mut loaded = weigh_ahead::<F>(values);
+    let products = comptime!(Products::new(blocks, COLUMNS, k_layout));
+    row_products::<F>(&operands.queries, &operands.keys, &mut s, products);
+    let mut loaded = weigh_ahead::<F>(&operands.values);
     if comptime!(blueprint.features.softcap) {
         cap_all(&mut s, scalars, comptime!(blocks * tiles));
     }
@@ -183,12 +169,7 @@ fn columns<F: Float>(
     }
     let factor = exponent(scalars, blueprint.features.softcap);
     let offsets = raise(&s, state, factor, blueprint);
-    let weighed = comptime!(Weighed {
-        blocks,
-        rows: COLUMNS,
-        dim: v_layout.padded(),
-        stride: v_layout.stride()
-    });
+    let weighed = comptime!(Weighed::new(blocks, COLUMNS, v_layout));
     #[unroll]
     for block in 0..comptime!(COLUMNS / SIDE) {
         let mut weights = Sequence::<Array<Pair<F>>>::new();
@@ -210,7 +191,7 @@ fn columns<F: Float>(
         }
         weigh_block::<F>(
             &weights,
-            values,
+            &operands.values,
             &mut loaded,
             &mut state.sums,
             block,
@@ -344,7 +325,7 @@ fn finish<F: Float>(
         let row = first_row(blocks) + comptime!((at * 8) as u32);
         if (row as i32) < tile.num_rows {
             store_row::<F>(out, &state.sums, &place, row, share, at, blueprint.values());
-            if lane % 4 == 0 {
+            if lane & 3 == 0 {
                 let at = tile.q_row as usize * lse.stride(0) + head as usize * lse.stride(1);
                 let token = (tile.q_token + row as i32) as usize;
                 lse[at + token] = select(seen, total, scalars.minus_infinity);

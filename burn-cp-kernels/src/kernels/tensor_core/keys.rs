@@ -5,9 +5,9 @@ use cubecl::prelude::*;
 
 use crate::components::{
     matrix::{
-        Chunk, Copied, KeyPart, LOG2_E, Layout, MatrixBlueprint, Operand, Pair, Pair32, Products,
-        SIDE, Scalars, Weighed, as_left, as_right, as_weighed, copy_numbers, copy_rows, first_row,
-        keep_columns, operands, row_products, store_rows, sums, times, weigh_ahead, weigh_block,
+        Chunk, Copied, Held, KeyPart, LOG2_E, MatrixBlueprint, Operand, Pair, Pair32, Products,
+        SIDE, Scalars, as_left, as_right, as_weighed, begin_copy, copy_numbers, first_row, held,
+        keep_columns, memory_of, operand, row_products, store_rows, sums, times, weigh_rows,
         weight_pair,
     },
     records::{Visit, key_tile, visit},
@@ -40,56 +40,44 @@ pub(crate) fn keys<F: Float>(
     let kv_head = CUBE_POS_X;
     let tile = key_tile(tiles, index);
     let (k_layout, v_layout) = comptime!((blueprint.keys(), blueprint.values()));
-    let (k_stride, v_stride) = comptime!((k_layout.stride(), v_layout.stride()));
-    let num_keys = comptime!(blueprint.key_rows());
     let columns = comptime!(blueprint.key_columns);
-    let mut k_memory =
-        SharedMemory::<Chunk<F>>::new_aligned(comptime!(num_keys * k_stride), 128usize);
-    // Values alone need no gradients of weights.
-    let v_chunks = comptime!(if part.keys() { num_keys * v_stride } else { 1 });
-    let mut v_memory = SharedMemory::<Chunk<F>>::new_aligned(v_chunks, 128usize);
-    let mut q_memory =
-        SharedMemory::<Chunk<F>>::new_aligned(comptime!(2 * columns * k_stride), 128usize);
-    let mut o_memory =
-        SharedMemory::<Chunk<F>>::new_aligned(comptime!(2 * columns * v_stride), 128usize);
-    let mut numbers = SharedMemory::<f32>::new_aligned(comptime!(4 * columns), 128usize);
+    let parts = comptime!([
+        Copied::new(k_layout, blueprint.key_rows()),
+        // Values alone need no gradients of weights.
+        Copied::new(v_layout, if part.keys() { blueprint.key_rows() } else { 1 }),
+        Copied::new(k_layout, columns),
+        Copied::new(v_layout, columns),
+    ]);
+    let (batch, token, num_keys) = (tile.k_row, tile.k_token, tile.num_keys);
+    let mut own_keys = held::<F>(k, batch, kv_head, token, 0, num_keys, 1usize, parts[0]);
+    let mut own_values = held::<F>(v, batch, kv_head, token, 0, num_keys, 1usize, parts[1]);
+    let mut columns_of = Columns::<F> {
+        queries: memory_of::<F>(2usize, parts[2]),
+        douts: memory_of::<F>(2usize, parts[3]),
+        numbers: SharedMemory::<f32>::new_aligned(comptime!(4 * columns), 128usize),
+    };
     let copied = Barrier::shared(CUBE_DIM, UNIT_POS == 0);
-
-    let k_part = comptime!(Copied {
-        layout: k_layout,
-        rows: num_keys
-    });
-    let v_part = comptime!(Copied {
-        layout: v_layout,
-        rows: num_keys
-    });
-    let k_rows = rows_of::<F, Const<8>>(k, tile.k_row, kv_head, tile.k_token, 0, tile.num_keys);
-    copy_rows::<F>(k, &k_rows, 0, &mut k_memory, 0usize, k_part);
+    begin_copy::<F>(k, &mut own_keys, 0, 0usize, parts[0]);
     if comptime!(part.keys()) {
-        let v_rows = rows_of::<F, Const<8>>(v, tile.k_row, kv_head, tile.k_token, 0, tile.num_keys);
-        copy_rows::<F>(v, &v_rows, 0, &mut v_memory, 0usize, v_part);
+        begin_copy::<F>(v, &mut own_values, 0, 0usize, parts[1]);
     }
 
     let blocks = comptime!(blueprint.key_blocks);
-    let mut dk_sums = sums(comptime!(if part.keys() {
-        blocks * k_layout.padded() / 8
-    } else {
-        0
-    }));
-    let mut dv_sums = sums(comptime!(if part.values() {
-        blocks * v_layout.padded() / 8
-    } else {
-        0
-    }));
+    let (k_count, v_count) = comptime!(part.counts(&blueprint));
+    let mut dk_sums = sums(k_count);
+    let mut dv_sums = sums(v_count);
     let row = UNIT_POS_X / 32 * comptime!((SIDE * blocks) as u32);
-    let k_at = as_left(row, k_stride);
-    let v_at = as_left(row, v_stride);
-    let q_at = as_right(k_stride);
-    let o_at = as_right(v_stride);
-    let q_weighed = as_weighed(k_stride);
-    let o_weighed = as_weighed(v_stride);
+    let at = Offsets {
+        keys: as_left(row, k_layout.stride()),
+        values: as_left(row, v_layout.stride()),
+        queries: as_right(k_layout.stride()),
+        douts: as_right(v_layout.stride()),
+        weighed_queries: as_weighed(k_layout.stride()),
+        weighed_douts: as_weighed(v_layout.stride()),
+    };
 
     // Steps go over heads, visits and blocks of queries, so that the first rows of a visit are loaded during the last step before.
+    let first_head = kv_head * scalars.group;
     let mut member = 0u32;
     let mut n = tile.first_visit;
     let mut start = 0i32;
@@ -98,17 +86,14 @@ pub(crate) fn keys<F: Float>(
         member = scalars.group;
     } else {
         let now = visit(visits, n);
-        let head = kv_head * scalars.group;
         copy_queries::<F>(
             q,
             dout,
             rows,
-            &mut q_memory,
-            &mut o_memory,
-            &mut numbers,
+            &mut columns_of,
             &now,
-            head,
-            start,
+            first_head,
+            0,
             0u32,
             scalars,
             blueprint,
@@ -133,18 +118,17 @@ pub(crate) fn keys<F: Float>(
         sync_cube();
         if member < scalars.group {
             let next = visit(visits, n);
-            let head = kv_head * scalars.group + member;
+            let head = first_head + member;
+            let stage = (step + 1) & 1;
             copy_queries::<F>(
                 q,
                 dout,
                 rows,
-                &mut q_memory,
-                &mut o_memory,
-                &mut numbers,
+                &mut columns_of,
                 &next,
                 head,
                 start,
-                (step + 1) & 1,
+                stage,
                 scalars,
                 blueprint,
             );
@@ -153,65 +137,36 @@ pub(crate) fn keys<F: Float>(
         }
         let stage = (step & 1) as usize;
         step += 1;
-        let q_from = stage * comptime!(columns * k_stride);
-        let o_from = stage * comptime!(columns * v_stride);
-        let left = Operand::<F> {
-            memory: k_memory,
-            at: k_at,
+        let operands = Operands::<F> {
+            keys: operand::<F>(&own_keys.memory, at.keys, 0usize, parts[0]),
+            values: operand::<F>(&own_values.memory, at.values, 0usize, parts[1]),
+            queries: operand::<F>(&columns_of.queries, at.queries, stage, parts[2]),
+            douts: operand::<F>(&columns_of.douts, at.douts, stage, parts[3]),
+            weighed_queries: operand::<F>(&columns_of.queries, at.weighed_queries, stage, parts[2]),
+            weighed_douts: operand::<F>(&columns_of.douts, at.weighed_douts, stage, parts[3]),
         };
-        let right = Operand::<F> {
-            memory: q_memory,
-            at: q_at + q_from,
-        };
-        let products = comptime!(Products {
-            blocks,
-            columns,
-            dim: k_layout.padded(),
-            stride: k_stride
-        });
-        let count = comptime!(blocks * columns / 8);
-        let mut s = sums(count);
-        row_products::<F>(&left, &right, &mut s, products);
-        let mut dp = sums(count);
-        if comptime!(part.keys()) {
-            let left = Operand::<F> {
-                memory: v_memory,
-                at: v_at,
-            };
-            let right = Operand::<F> {
-                memory: o_memory,
-                at: o_at + o_from,
-            };
-            let products = comptime!(Products {
-                dim: v_layout.padded(),
-                stride: v_stride,
-                ..products
-            });
-            row_products::<F>(&left, &right, &mut dp, products);
-        }
-        let at = stage * comptime!(2 * columns) + (UNIT_POS_X % 4 * 2) as usize;
-        weights(&mut s, &mut dp, &numbers, at, scalars, part, blueprint);
-        let nearest = now.shift - start_now;
-        if start_now + columns as i32 > now.num_queries
-            || nearest + comptime!(num_keys as i32 - 1) > now.right
-            || nearest - comptime!(columns as i32 - 1) + now.left < 0
-        {
-            mask(&mut s, &now, start_now, blueprint);
-        }
+        let from = stage * comptime!(2 * columns) + (UNIT_POS_X % 4 * 2) as usize;
+        let mut s = sums(comptime!(blocks * columns / 8));
+        let mut dp = sums(comptime!(blocks * columns / 8));
+        products_of(&operands, &mut s, &mut dp, part, blueprint);
+        weights(
+            &mut s,
+            &mut dp,
+            &columns_of.numbers,
+            from,
+            scalars,
+            part,
+            blueprint,
+        );
+        mask(&mut s, &now, start_now, blueprint);
         if comptime!(part.values()) {
-            let rows = Operand::<F> {
-                memory: o_memory,
-                at: o_weighed + o_from,
-            };
-            add::<F>(&s, &rows, &mut dv_sums, blocks, columns, v_layout);
+            let rows = &operands.weighed_douts;
+            weigh_rows::<F>(&s, rows, &mut dv_sums, blocks, columns, v_layout);
         }
         if comptime!(part.keys()) {
-            times(&mut s, &dp, count);
-            let rows = Operand::<F> {
-                memory: q_memory,
-                at: q_weighed + q_from,
-            };
-            add::<F>(&s, &rows, &mut dk_sums, blocks, columns, k_layout);
+            times(&mut s, &dp, comptime!(blocks * columns / 8));
+            let rows = &operands.weighed_queries;
+            weigh_rows::<F>(&s, rows, &mut dk_sums, blocks, columns, k_layout);
         }
     }
     let place = Place {
@@ -228,15 +183,43 @@ pub(crate) fn keys<F: Float>(
     }
 }
 
+/// Where a unit's rows are in the operands.
+#[derive(CubeType, Clone, Copy)]
+struct Offsets {
+    keys: usize,
+    values: usize,
+    queries: usize,
+    douts: usize,
+    weighed_queries: usize,
+    weighed_douts: usize,
+}
+
+/// What one step is computed from.
+#[derive(CubeType)]
+struct Operands<F: Float> {
+    keys: Operand<F>,
+    values: Operand<F>,
+    queries: Operand<F>,
+    douts: Operand<F>,
+    weighed_queries: Operand<F>,
+    weighed_douts: Operand<F>,
+}
+
+/// What is loaded for every step.
+#[derive(CubeType)]
+struct Columns<F: Float> {
+    queries: SharedMemory<Chunk<F>>,
+    douts: SharedMemory<Chunk<F>>,
+    numbers: SharedMemory<f32>,
+}
+
 /// Starts copying queries of a visit from `start` on, and what belongs to them.
 #[cube]
 fn copy_queries<F: Float>(
     q: &Tensor<Chunk<F>>,
     dout: &Tensor<Chunk<F>>,
     rows: &Array<f32>,
-    q_memory: &mut SharedMemory<Chunk<F>>,
-    o_memory: &mut SharedMemory<Chunk<F>>,
-    numbers: &mut SharedMemory<f32>,
+    columns_of: &mut Columns<F>,
     now: &Visit,
     head: u32,
     start: i32,
@@ -245,37 +228,47 @@ fn copy_queries<F: Float>(
     #[comptime] blueprint: MatrixBlueprint,
 ) {
     let columns = comptime!(blueprint.key_columns);
-    let (k_layout, v_layout) = comptime!((blueprint.keys(), blueprint.values()));
+    let q_part = comptime!(Copied::new(blueprint.keys(), columns));
+    let o_part = comptime!(Copied::new(blueprint.values(), columns));
     let stage = stage as usize;
-    let q_to = stage * comptime!(columns * k_layout.stride());
-    let o_to = stage * comptime!(columns * v_layout.stride());
-    let q_rows = rows_of::<F, Const<8>>(q, now.q_row, head, now.q_token, 0, now.num_queries);
-    let o_rows = rows_of::<F, Const<8>>(dout, now.q_row, head, now.q_token, 0, now.num_queries);
-    let q_part = comptime!(Copied {
-        layout: k_layout,
-        rows: columns
-    });
-    let o_part = comptime!(Copied {
-        layout: v_layout,
-        rows: columns
-    });
-    copy_rows::<F>(q, &q_rows, start, q_memory, q_to, q_part);
-    copy_rows::<F>(dout, &o_rows, start, o_memory, o_to, o_part);
-    let base = (now.q_row as usize * q.shape(1) + head as usize) * q.shape(2);
-    let from = base + (now.q_token + start) as usize;
-    let len = (now.num_queries - start) as u32;
+    let (batch, token, last) = (now.q_row, now.q_token, now.num_queries);
+    let mut queries = Held::<F> {
+        rows: rows_of::<F, Const<8>>(q, batch, head, token, 0, last),
+        memory: columns_of.queries,
+    };
+    let mut douts = Held::<F> {
+        rows: rows_of::<F, Const<8>>(dout, batch, head, token, 0, last),
+        memory: columns_of.douts,
+    };
+    begin_copy::<F>(q, &mut queries, start, stage, q_part);
+    begin_copy::<F>(dout, &mut douts, start, stage, o_part);
+    let base = (batch as usize * q.shape(1) + head as usize) * q.shape(2);
+    let from = base + (token + start) as usize;
+    let len = (last - start) as u32;
     let to = stage * comptime!(2 * columns);
     let half = comptime!(columns as u32);
+    let numbers = &mut columns_of.numbers;
     copy_numbers(rows, from, len, numbers, to, 0u32, half);
-    copy_numbers(
-        rows,
-        from + scalars.num_rows,
-        len,
-        numbers,
-        to + columns,
-        half,
-        half,
-    );
+    let from = from + scalars.num_rows;
+    copy_numbers(rows, from, len, numbers, to + columns, half, half);
+}
+
+/// Products of keys with queries and, if they are needed, of values with `dout`.
+#[cube]
+fn products_of<F: Float>(
+    operands: &Operands<F>,
+    s: &mut Sequence<Array<Pair32>>,
+    dp: &mut Sequence<Array<Pair32>>,
+    #[comptime] part: KeyPart,
+    #[comptime] blueprint: MatrixBlueprint,
+) {
+    let (blocks, columns) = comptime!((blueprint.key_blocks, blueprint.key_columns));
+    let products = comptime!(Products::new(blocks, columns, blueprint.keys()));
+    row_products::<F>(&operands.keys, &operands.queries, s, products);
+    if comptime!(part.keys()) {
+        let products = comptime!(Products::new(blocks, columns, blueprint.values()));
+        row_products::<F>(&operands.values, &operands.douts, dp, products);
+    }
 }
 
 /// Products to weights, and gradients of weights to those of scaled products but for the weight. The numbers of column 0 are at `at`.
@@ -317,7 +310,7 @@ fn weights(
     }
 }
 
-/// Clears the weights of queries that do not see a key.
+/// Clears the weights of queries that do not see a key, if there are any.
 #[cube]
 fn mask(
     s: &mut Sequence<Array<Pair32>>,
@@ -325,36 +318,18 @@ fn mask(
     start: i32,
     #[comptime] blueprint: MatrixBlueprint,
 ) {
-    let blocks = comptime!(blueprint.key_blocks);
-    #[unroll]
-    for row in 0..comptime!(2 * blocks) {
-        let key = first_row(blocks) as i32 + comptime!((row * 8) as i32) + now.shift - start;
-        let to = i32::min(key + now.left + 1, now.num_queries - start);
-        let from = key - now.right;
-        keep_columns(s, from, to, 0.0, row, comptime!(blueprint.key_columns / 8));
-    }
-}
-
-/// Adds weighed rows to sums.
-#[cube]
-fn add<F: Float>(
-    s: &Sequence<Array<Pair32>>,
-    rows: &Operand<F>,
-    sums: &mut Sequence<Array<Pair32>>,
-    #[comptime] blocks: usize,
-    #[comptime] columns: usize,
-    #[comptime] layout: Layout,
-) {
-    let weighed = comptime!(Weighed {
-        blocks,
-        rows: columns,
-        dim: layout.padded(),
-        stride: layout.stride()
-    });
-    let mut loaded = weigh_ahead::<F>(rows);
-    #[unroll]
-    for block in 0..comptime!(columns / SIDE) {
-        let weights = operands::<F>(s, blocks, comptime!(columns / 8), comptime!(block * 2));
-        weigh_block::<F>(&weights, rows, &mut loaded, sums, block, weighed);
+    let (blocks, columns) = comptime!((blueprint.key_blocks, blueprint.key_columns));
+    let nearest = now.shift - start;
+    if start + comptime!(columns as i32) > now.num_queries
+        || nearest + comptime!(blueprint.key_rows() as i32 - 1) > now.right
+        || nearest - comptime!(columns as i32 - 1) + now.left < 0
+    {
+        #[unroll]
+        for row in 0..comptime!(2 * blocks) {
+            let key = first_row(blocks) as i32 + comptime!((row * 8) as i32) + nearest;
+            let to = i32::min(key + now.left + 1, now.num_queries - start);
+            let from = key - now.right;
+            keep_columns(s, from, to, 0.0, row, comptime!(columns / 8));
+        }
     }
 }

@@ -6,11 +6,11 @@ use cubecl::prelude::*;
 use crate::components::{
     matrix::{
         Chunk, Copied, LOG2_E, MatrixBlueprint, Operand, Pair, Pair32, Products, QUERY_COLUMNS,
-        SIDE, Scalars, Weighed, as_left, as_right, as_weighed, copy_rows, first_row, keep_columns,
-        operands, row_products, store_rows, sums, times, weigh_ahead, weigh_block, weight_pair,
+        SIDE, Scalars, as_left, as_right, as_weighed, begin_copy, first_row, held, keep_columns,
+        operand, row_products, store_rows, sums, times, weigh_rows, weight_pair,
     },
     records::{RowTile, row_tile},
-    tile::{Place, rows_of},
+    tile::Place,
 };
 
 /// One tile of query rows of one head per cube: `dq`. `rows` is that of the portable routine's `delta`.
@@ -33,49 +33,30 @@ pub(crate) fn queries<F: Float>(
     let head = CUBE_POS_X;
     let tile = row_tile(tiles, index);
     let (k_layout, v_layout) = comptime!((blueprint.keys(), blueprint.values()));
-    let (k_stride, v_stride) = comptime!((k_layout.stride(), v_layout.stride()));
     let num_rows = comptime!(blueprint.query_rows());
-    let mut q_memory =
-        SharedMemory::<Chunk<F>>::new_aligned(comptime!(num_rows * k_stride), 128usize);
-    let mut o_memory =
-        SharedMemory::<Chunk<F>>::new_aligned(comptime!(num_rows * v_stride), 128usize);
-    let mut k_memory =
-        SharedMemory::<Chunk<F>>::new_aligned(comptime!(2 * QUERY_COLUMNS * k_stride), 128usize);
-    let mut v_memory =
-        SharedMemory::<Chunk<F>>::new_aligned(comptime!(2 * QUERY_COLUMNS * v_stride), 128usize);
-    let copied = Barrier::shared(CUBE_DIM, UNIT_POS == 0);
-
+    let parts = comptime!([
+        Copied::new(k_layout, num_rows),
+        Copied::new(v_layout, num_rows),
+        Copied::new(k_layout, QUERY_COLUMNS),
+        Copied::new(v_layout, QUERY_COLUMNS),
+    ]);
     let kv_head = head / scalars.group;
+    let (batch, token) = (tile.k_row, tile.k_token);
     let (first, last) = (tile.first_column, tile.last_column);
-    let q_rows = rows_of::<F, Const<8>>(q, tile.q_row, head, tile.q_token, 0, tile.num_rows);
-    let o_rows = rows_of::<F, Const<8>>(dout, tile.q_row, head, tile.q_token, 0, tile.num_rows);
-    let k_rows = rows_of::<F, Const<8>>(k, tile.k_row, kv_head, tile.k_token, first, last);
-    let v_rows = rows_of::<F, Const<8>>(v, tile.k_row, kv_head, tile.k_token, first, last);
-    let k_part = comptime!(Copied {
-        layout: k_layout,
-        rows: QUERY_COLUMNS
-    });
-    let v_part = comptime!(Copied {
-        layout: v_layout,
-        rows: QUERY_COLUMNS
-    });
-    let q_part = comptime!(Copied {
-        layout: k_layout,
-        rows: num_rows
-    });
-    let o_part = comptime!(Copied {
-        layout: v_layout,
-        rows: num_rows
-    });
+    let (q_row, q_token, rows_here) = (tile.q_row, tile.q_token, tile.num_rows);
+    let mut queries = held::<F>(q, q_row, head, q_token, 0, rows_here, 1usize, parts[0]);
+    let mut douts = held::<F>(dout, q_row, head, q_token, 0, rows_here, 1usize, parts[1]);
+    let mut keys = held::<F>(k, batch, kv_head, token, first, last, 2usize, parts[2]);
+    let mut values = held::<F>(v, batch, kv_head, token, first, last, 2usize, parts[3]);
+    let copied = Barrier::shared(CUBE_DIM, UNIT_POS == 0);
     let columns = comptime!(QUERY_COLUMNS as i32);
     let first_step = first / columns;
     let last_step = (last + comptime!(columns - 1)) / columns;
-    copy_rows::<F>(q, &q_rows, 0, &mut q_memory, 0usize, q_part);
-    copy_rows::<F>(dout, &o_rows, 0, &mut o_memory, 0usize, o_part);
+    begin_copy::<F>(q, &mut queries, 0, 0usize, parts[0]);
+    begin_copy::<F>(dout, &mut douts, 0, 0usize, parts[1]);
     if first_step < last_step {
-        let skip = first_step * columns;
-        copy_rows::<F>(k, &k_rows, skip, &mut k_memory, 0usize, k_part);
-        copy_rows::<F>(v, &v_rows, skip, &mut v_memory, 0usize, v_part);
+        begin_copy::<F>(k, &mut keys, first_step * columns, 0usize, parts[2]);
+        begin_copy::<F>(v, &mut values, first_step * columns, 0usize, parts[3]);
     }
     copied.commit_copy_async();
     copied.arrive();
@@ -84,85 +65,41 @@ pub(crate) fn queries<F: Float>(
     let numbers = numbers_of(rows, q, &tile, head, scalars, blocks);
     let mut total = sums(comptime!(blocks * k_layout.padded() / 8));
     let row = UNIT_POS_X / 32 * comptime!((SIDE * blocks) as u32);
-    let q_at = as_left(row, k_stride);
-    let o_at = as_left(row, v_stride);
-    let k_at = as_right(k_stride);
-    let v_at = as_right(v_stride);
-    let w_at = as_weighed(k_stride);
-    let seen_from = i32::max(first, tile.own + comptime!(num_rows as i32 - 1) - tile.left);
-    let seen_to = i32::min(last, tile.own + tile.right + 1);
-
+    let at = Offsets {
+        queries: as_left(row, k_layout.stride()),
+        douts: as_left(row, v_layout.stride()),
+        keys: as_right(k_layout.stride()),
+        values: as_right(v_layout.stride()),
+        weighed: as_weighed(k_layout.stride()),
+    };
     for n in first_step..last_step {
         let step = (n - first_step) as u32;
         copied.wait_parity(step & 1);
         sync_cube();
         if n + 1 < last_step {
-            let skip = (n + 1) * columns;
             let stage = ((step + 1) & 1) as usize;
-            let k_to = stage * comptime!(QUERY_COLUMNS * k_stride);
-            let v_to = stage * comptime!(QUERY_COLUMNS * v_stride);
-            copy_rows::<F>(k, &k_rows, skip, &mut k_memory, k_to, k_part);
-            copy_rows::<F>(v, &v_rows, skip, &mut v_memory, v_to, v_part);
+            begin_copy::<F>(k, &mut keys, (n + 1) * columns, stage, parts[2]);
+            begin_copy::<F>(v, &mut values, (n + 1) * columns, stage, parts[3]);
             copied.commit_copy_async();
             copied.arrive();
         }
-        let k_from = (step & 1) as usize * comptime!(QUERY_COLUMNS * k_stride);
-        let v_from = (step & 1) as usize * comptime!(QUERY_COLUMNS * v_stride);
-        let left = Operand::<F> {
-            memory: q_memory,
-            at: q_at,
+        let stage = (step & 1) as usize;
+        let operands = Operands::<F> {
+            queries: operand::<F>(&queries.memory, at.queries, 0usize, parts[0]),
+            douts: operand::<F>(&douts.memory, at.douts, 0usize, parts[1]),
+            keys: operand::<F>(&keys.memory, at.keys, stage, parts[2]),
+            values: operand::<F>(&values.memory, at.values, stage, parts[3]),
+            weighed: operand::<F>(&keys.memory, at.weighed, stage, parts[2]),
         };
-        let right = Operand::<F> {
-            memory: k_memory,
-            at: k_at + k_from,
-        };
-        let products = comptime!(Products {
-            blocks,
-            columns: QUERY_COLUMNS,
-            dim: k_layout.padded(),
-            stride: k_stride
-        });
-        let tiles = comptime!(QUERY_COLUMNS / 8);
-        let mut s = sums(comptime!(blocks * tiles));
-        row_products::<F>(&left, &right, &mut s, products);
-        let left = Operand::<F> {
-            memory: o_memory,
-            at: o_at,
-        };
-        let right = Operand::<F> {
-            memory: v_memory,
-            at: v_at + v_from,
-        };
-        let products = comptime!(Products {
-            dim: v_layout.padded(),
-            stride: v_stride,
-            ..products
-        });
-        let mut dp = sums(comptime!(blocks * tiles));
-        row_products::<F>(&left, &right, &mut dp, products);
-
-        let keys = Operand::<F> {
-            memory: k_memory,
-            at: w_at + k_from,
-        };
-        let mut loaded = weigh_ahead::<F>(&keys);
-        weights(&mut s, &mut dp, &numbers, scalars, blueprint);
-        let start = n * columns;
-        if start < seen_from || start + columns > seen_to {
-            mask(&mut s, &tile, start, blocks);
-        }
-        times(&mut s, &dp, comptime!(blocks * tiles));
-        let weighed = comptime!(Weighed {
-            blocks,
-            rows: QUERY_COLUMNS,
-            dim: k_layout.padded(),
-            stride: k_stride
-        });
-        #[unroll]
-        for block in 0..comptime!(QUERY_COLUMNS / SIDE) {
-            let weights = operands::<F>(&s, blocks, tiles, comptime!(block * 2));
-            weigh_block::<F>(&weights, &keys, &mut loaded, &mut total, block, weighed);
-        }
+        step_of(
+            &operands,
+            &mut total,
+            &numbers,
+            &tile,
+            n * columns,
+            scalars,
+            blueprint,
+        );
     }
     let place = Place {
         batch: tile.q_row,
@@ -171,6 +108,65 @@ pub(crate) fn queries<F: Float>(
         num_rows: tile.num_rows,
     };
     store_rows::<F>(dq, &total, &place, scalars.scale, blocks, k_layout);
+}
+
+/// Where a unit's rows are in the operands.
+#[derive(CubeType, Clone, Copy)]
+struct Offsets {
+    queries: usize,
+    douts: usize,
+    keys: usize,
+    values: usize,
+    weighed: usize,
+}
+
+/// What one step is computed from.
+#[derive(CubeType)]
+struct Operands<F: Float> {
+    queries: Operand<F>,
+    douts: Operand<F>,
+    keys: Operand<F>,
+    values: Operand<F>,
+    weighed: Operand<F>,
+}
+
+/// Adds the shares of the columns from `start` on.
+#[cube]
+fn step_of<F: Float>(
+    operands: &Operands<F>,
+    total: &mut Sequence<Array<Pair32>>,
+    numbers: &Numbers,
+    tile: &RowTile,
+    start: i32,
+    scalars: &Scalars,
+    #[comptime] blueprint: MatrixBlueprint,
+) {
+    let blocks = comptime!(blueprint.query_blocks);
+    let (k_layout, v_layout) = comptime!((blueprint.keys(), blueprint.values()));
+    let count = comptime!(blocks * QUERY_COLUMNS / 8);
+    let mut s = sums(count);
+    let products = comptime!(Products::new(blocks, QUERY_COLUMNS, k_layout));
+    row_products::<F>(&operands.queries, &operands.keys, &mut s, products);
+    let mut dp = sums(count);
+    let products = comptime!(Products::new(blocks, QUERY_COLUMNS, v_layout));
+    row_products::<F>(&operands.douts, &operands.values, &mut dp, products);
+    weights(&mut s, &mut dp, numbers, scalars, blueprint);
+    // Columns that every row sees need no mask.
+    let last_own = tile.own + comptime!(blueprint.query_rows() as i32 - 1);
+    let seen_from = i32::max(tile.first_column, last_own - tile.left);
+    let seen_to = i32::min(tile.last_column, tile.own + tile.right + 1);
+    if start < seen_from || start + comptime!(QUERY_COLUMNS as i32) > seen_to {
+        mask(&mut s, tile, start, blocks);
+    }
+    times(&mut s, &dp, count);
+    weigh_rows::<F>(
+        &s,
+        &operands.weighed,
+        total,
+        blocks,
+        QUERY_COLUMNS,
+        k_layout,
+    );
 }
 
 /// Numbers of a unit's rows.

@@ -7,7 +7,7 @@ use burn::tensor::{bf16, f16};
 use cubecl::{
     CompilationError, Compiler, CubeTask, Runtime,
     cuda::{CudaCompiler, CudaRuntime},
-    ir::{DeviceProperties, StorageType},
+    ir::{DeviceProperties, StorageType, Type},
     prelude::*,
     server::ExecutionMode,
 };
@@ -62,81 +62,103 @@ impl Task {
             builder.device_properties(properties);
         }
         AddressType::U64.register(&mut builder.scope);
-        let chunk = Chunk::<F>::as_type(&builder.scope);
-        let pair = Pair::<F>::as_type(&builder.scope);
-        let float = f32::as_type(&builder.scope);
-        let int = i32::as_type(&builder.scope);
-        let blueprint = self.blueprint;
-        let [q, k, v] = [0; 3].map(|_| builder.input_tensor(chunk));
         match self.entry {
-            Entry::Forward => {
-                let sinks = builder.input_array(float);
-                let tiles = builder.input_array(int);
-                let out = builder.output_tensor(pair);
-                let lse = builder.output_tensor(float);
-                let scalars = scalars(&mut builder);
-                kernels::forward::forward::expand::<F>(
-                    &mut builder.scope,
-                    q.into(),
-                    k.into(),
-                    v.into(),
-                    sinks.into(),
-                    tiles.into(),
-                    out.into(),
-                    lse.into(),
-                    scalars,
-                    blueprint,
-                );
-            }
-            Entry::Queries => {
-                let dout = builder.input_tensor(chunk);
-                let rows = builder.input_array(float);
-                let tiles = builder.input_array(int);
-                let dq = builder.output_tensor(pair);
-                let scalars = scalars(&mut builder);
-                kernels::queries::queries::expand::<F>(
-                    &mut builder.scope,
-                    q.into(),
-                    k.into(),
-                    v.into(),
-                    dout.into(),
-                    rows.into(),
-                    tiles.into(),
-                    dq.into(),
-                    scalars,
-                    blueprint,
-                );
-            }
-            Entry::Keys(part) => {
-                let dout = builder.input_tensor(chunk);
-                let rows = builder.input_array(float);
-                let tiles = builder.input_array(int);
-                let visits = builder.input_array(int);
-                let dk = builder.output_tensor(pair);
-                let dv = builder.output_tensor(pair);
-                let scalars = scalars(&mut builder);
-                kernels::keys::keys::expand::<F>(
-                    &mut builder.scope,
-                    q.into(),
-                    k.into(),
-                    v.into(),
-                    dout.into(),
-                    rows.into(),
-                    tiles.into(),
-                    visits.into(),
-                    dk.into(),
-                    dv.into(),
-                    scalars,
-                    part,
-                    blueprint,
-                );
-            }
+            Entry::Forward => self.forward::<F>(&mut builder),
+            Entry::Queries => self.queries::<F>(&mut builder),
+            Entry::Keys(part) => self.keys::<F>(part, &mut builder),
         }
         let settings = KernelSettings::default()
             .cube_dim(cube_dim())
             .address_type(AddressType::U64)
             .kernel_name(self.name());
         builder.build(settings)
+    }
+
+    fn forward<F: Float + CubePrimitive>(&self, builder: &mut KernelBuilder) {
+        let types = Types::new::<F>(builder);
+        let [q, k, v] = [0; 3].map(|_| builder.input_tensor(types.chunk));
+        let sinks = builder.input_array(types.float);
+        let tiles = builder.input_array(types.int);
+        let out = builder.output_tensor(types.pair);
+        let lse = builder.output_tensor(types.float);
+        let scalars = scalars(builder);
+        kernels::forward::forward::expand::<F>(
+            &mut builder.scope,
+            q.into(),
+            k.into(),
+            v.into(),
+            sinks.into(),
+            tiles.into(),
+            out.into(),
+            lse.into(),
+            scalars,
+            self.blueprint,
+        );
+    }
+
+    fn queries<F: Float + CubePrimitive>(&self, builder: &mut KernelBuilder) {
+        let types = Types::new::<F>(builder);
+        let [q, k, v, dout] = [0; 4].map(|_| builder.input_tensor(types.chunk));
+        let rows = builder.input_array(types.float);
+        let tiles = builder.input_array(types.int);
+        let dq = builder.output_tensor(types.pair);
+        let scalars = scalars(builder);
+        kernels::queries::queries::expand::<F>(
+            &mut builder.scope,
+            q.into(),
+            k.into(),
+            v.into(),
+            dout.into(),
+            rows.into(),
+            tiles.into(),
+            dq.into(),
+            scalars,
+            self.blueprint,
+        );
+    }
+
+    fn keys<F: Float + CubePrimitive>(&self, part: KeyPart, builder: &mut KernelBuilder) {
+        let types = Types::new::<F>(builder);
+        let [q, k, v, dout] = [0; 4].map(|_| builder.input_tensor(types.chunk));
+        let rows = builder.input_array(types.float);
+        let [tiles, visits] = [0; 2].map(|_| builder.input_array(types.int));
+        let [dk, dv] = [0; 2].map(|_| builder.output_tensor(types.pair));
+        let scalars = scalars(builder);
+        kernels::keys::keys::expand::<F>(
+            &mut builder.scope,
+            q.into(),
+            k.into(),
+            v.into(),
+            dout.into(),
+            rows.into(),
+            tiles.into(),
+            visits.into(),
+            dk.into(),
+            dv.into(),
+            scalars,
+            part,
+            self.blueprint,
+        );
+    }
+}
+
+/// Types of what kernels bind.
+struct Types {
+    chunk: Type,
+    pair: Type,
+    float: Type,
+    int: Type,
+}
+
+impl Types {
+    fn new<F: Float + CubePrimitive>(builder: &KernelBuilder) -> Self {
+        let scope = &builder.scope;
+        Self {
+            chunk: Chunk::<F>::as_type(scope),
+            pair: Pair::<F>::as_type(scope),
+            float: f32::as_type(scope),
+            int: i32::as_type(scope),
+        }
     }
 }
 
