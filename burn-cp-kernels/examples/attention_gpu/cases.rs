@@ -152,6 +152,39 @@ impl Case {
         self
     }
 
+    /// The case with NaN in all rows that no segment names.
+    pub(crate) fn poisoned(mut self) -> Self {
+        let p = self.problem;
+        let named_q: Vec<_> = self
+            .segments
+            .iter()
+            .map(|s| (s.q_row, s.q.clone()))
+            .collect();
+        let named_k: Vec<_> = self
+            .segments
+            .iter()
+            .map(|s| (s.k_row, s.k.clone()))
+            .collect();
+        let mut poison = |index: usize, shape: [usize; 4], named: &[(usize, Range<usize>)]| {
+            let [_, heads, tokens, dim] = shape;
+            for (at, value) in self.values[index].iter_mut().enumerate() {
+                let token = at / dim % tokens;
+                let batch = at / dim / tokens / heads;
+                if !named
+                    .iter()
+                    .any(|(row, run)| *row == batch && run.contains(&token))
+                {
+                    *value = f32::NAN;
+                }
+            }
+        };
+        poison(0, p.q_shape(), &named_q);
+        poison(1, p.k_shape(), &named_k);
+        poison(2, p.v_shape(), &named_k);
+        poison(3, p.out_shape(), &named_q);
+        self
+    }
+
     fn tensors(&self) -> ([FloatTensor<Device>; 4], Option<FloatTensor<Device>>) {
         let device = <Device as burn::tensor::backend::BackendTypes>::Device::default();
         let load = |values: &[f32], shape: Vec<usize>, dtype| {

@@ -13,7 +13,11 @@ use burn_cp_kernels::{
 use crate::{
     Device,
     cases::{Case, Results, causal, documents, lists, read},
+    wanted,
 };
+
+/// The routines with kernels.
+const ROUTINES: [Routine; 3] = [Routine::Portable, Routine::TensorCore, Routine::Hopper];
 
 const EPS: [(DType, f64); 3] = [
     (DType::BF16, 0.007_812_5),
@@ -43,6 +47,9 @@ fn errors(actual: &Results, expected: &Results) -> Vec<(&'static str, f64)> {
 /// Runs a case by a routine: errors of at most 4 eps, in f32 plus twice those of textbook attention in f32. `lse` is f32 in
 /// every dtype, and judged as such.
 fn judge(name: &str, mut case: Case, dtype: (DType, f64), routine: Routine, backward: bool) -> u32 {
+    if !wanted(routine) {
+        return 0;
+    }
     let expected = case.expected();
     case.options = case.options.clone().with_routine(routine);
     let errors_of = |case: &Case| errors(&case.run(backward), &expected);
@@ -90,11 +97,17 @@ pub(crate) fn check() -> u32 {
                 run(Routine::Hopper, (4, 2), (128, 128));
                 run(Routine::Hopper, (4, 1), (64, 64));
                 run(Routine::Hopper, (2, 2), (64, 64));
+                run(Routine::TensorCore, (4, 2), (128, 128));
+                run(Routine::TensorCore, (2, 2), (64, 64));
+                run(Routine::TensorCore, (3, 3), (40, 72));
             }
             if dtype.0 == DType::BF16 {
                 run(Routine::Hopper, (2, 1), (192, 128));
                 run(Routine::Hopper, (2, 1), (256, 256));
                 run(Routine::Hopper, (3, 3), (72, 40));
+                run(Routine::TensorCore, (2, 1), (192, 128));
+                run(Routine::TensorCore, (2, 1), (256, 256));
+                run(Routine::TensorCore, (4, 1), (96, 32));
             }
             run(Routine::Portable, (2, 1), (128, 128));
             run(Routine::Portable, (3, 3), (40, 72));
@@ -112,8 +125,10 @@ pub(crate) fn check() -> u32 {
             true,
         );
         if dtype.0 != DType::F32 {
-            let case = new(capped(), (128, 128)).with_sinks();
-            wrong += judge("softcap, sinks", case, dtype, Routine::Hopper, true);
+            for routine in [Routine::Hopper, Routine::TensorCore] {
+                let case = new(capped(), (128, 128)).with_sinks();
+                wrong += judge("softcap, sinks", case, dtype, routine, true);
+            }
         }
     }
     wrong
@@ -122,7 +137,7 @@ pub(crate) fn check() -> u32 {
 /// Repeats, and documents that are cut.
 pub(crate) fn bits() -> u32 {
     let mut wrong = 0;
-    for routine in [Routine::Portable, Routine::Hopper] {
+    for routine in ROUTINES.into_iter().filter(|routine| wanted(*routine)) {
         let forced = options().with_routine(routine);
         for (name, segments) in lists() {
             let case = Case::new(segments, (4, 2), (128, 128), forced.clone(), DType::BF16);
@@ -131,6 +146,12 @@ pub(crate) fn bits() -> u32 {
             println!(
                 "{routine} {name}: 20 repeats {}",
                 if same { "equal" } else { "WRONG" }
+            );
+            wrong += u32::from(!same);
+            let same = case.poisoned().run(true).all == first.all;
+            println!(
+                "{routine} {name}: NaN in other rows {}",
+                if same { "changes nothing" } else { "WRONG" }
             );
             wrong += u32::from(!same);
         }
@@ -192,7 +213,7 @@ pub(crate) fn far() -> u32 {
     let (q, dout) = (random(1, near), random(2, near));
     let (k, v) = (random(3, tokens), random(4, tokens));
     let (k_near, v_near) = (last(k.clone(), tokens), last(v.clone(), tokens));
-    for routine in [Routine::Portable, Routine::Hopper] {
+    for routine in ROUTINES.into_iter().filter(|routine| wanted(*routine)) {
         let options = options().with_routine(routine);
         let run = |k: &FloatTensor<Device>, v: &FloatTensor<Device>, tokens: usize| {
             let segments = segments(tokens);

@@ -5,6 +5,7 @@
 //! ```text
 //! cargo build --release -p burn-cp-kernels --example attention_gpu --features cuda,reference,burn/autotune
 //! attention_gpu check bits far time burn      # any of these; all without arguments
+//! attention_gpu only=tensor_core check time   # of one routine
 //! ```
 //!
 //! Ends with status 1 if a result is wrong.
@@ -13,13 +14,28 @@ mod cases;
 mod correct;
 mod speed;
 
-use std::process::ExitCode;
+use std::{process::ExitCode, sync::OnceLock};
+
+use burn_cp_kernels::Routine;
 
 /// The device, without fusion: kernels are launched as they are called.
 type Device = burn_cubecl::CubeBackend<cubecl::cuda::CudaRuntime, f32, i32, u8>;
 
+/// The routine that was asked for by name, if one was.
+static ONLY: OnceLock<String> = OnceLock::new();
+
+/// Whether a routine was asked for.
+fn wanted(routine: Routine) -> bool {
+    ONLY.get().is_none_or(|only| *only == routine.to_string())
+}
+
 fn main() -> ExitCode {
-    let mut asked: Vec<String> = std::env::args().skip(1).collect();
+    let (only, mut asked): (Vec<String>, Vec<String>) = std::env::args()
+        .skip(1)
+        .partition(|word| word.starts_with("only="));
+    if let Some(only) = only.first() {
+        ONLY.get_or_init(|| only["only=".len()..].to_owned());
+    }
     if asked.is_empty() {
         asked = ["check", "bits", "far", "time", "burn"]
             .map(String::from)

@@ -20,6 +20,7 @@ use burn_cp_kernels::{
 use crate::{
     Device,
     cases::{documents, sync},
+    wanted,
 };
 
 /// Median seconds that a call takes behind another one: of three calls less one, halved, so that the host's launch and wait
@@ -159,9 +160,15 @@ fn time(work: &Work, routine: Routine, dtype: FloatDType) {
 /// Every routine on every work; the portable one on those that end soon.
 pub(crate) fn routines() {
     for work in works() {
-        time(&work, Routine::Hopper, FloatDType::BF16);
+        for routine in [Routine::Hopper, Routine::TensorCore] {
+            if wanted(routine) {
+                time(&work, routine, FloatDType::BF16);
+            }
+        }
     }
-    portable();
+    if wanted(Routine::Portable) {
+        portable();
+    }
 }
 
 /// The portable routine on some works.

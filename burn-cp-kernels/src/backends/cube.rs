@@ -40,6 +40,43 @@ pub trait AttentionRuntime: CubeRuntime {
         })
     }
 
+    /// Why the kernels for this runtime's matrix units do not serve this call, if so.
+    #[doc(hidden)]
+    fn tensor_core_check(
+        device: &Self::Device,
+        _problem: &AttentionProblem,
+        _dtype: DType,
+        _options: &AttentionOptions,
+    ) -> Result<(), AttentionError> {
+        Err(AttentionError::Routine {
+            routine: Routine::TensorCore,
+            expected: "a CUDA device of compute capability 8.0 or later".into(),
+            got: format!("{} device {device:?}", Self::NAME),
+        })
+    }
+
+    /// The forward pass of a call that passed [`Self::tensor_core_check`].
+    #[doc(hidden)]
+    fn tensor_core_forward(
+        _input: AttentionInput<CubeTensor<Self>>,
+        _problem: &AttentionProblem,
+        _segments: &Segments,
+        _options: &AttentionOptions,
+    ) -> Result<AttentionOutput<CubeTensor<Self>>, AttentionError> {
+        unreachable!("this runtime's tensor_core_check refuses every call")
+    }
+
+    /// The backward pass of a call that passed [`Self::tensor_core_check`].
+    #[doc(hidden)]
+    fn tensor_core_backward(
+        _input: AttentionBackwardInput<CubeTensor<Self>>,
+        _problem: &AttentionProblem,
+        _segments: &Segments,
+        _options: &AttentionOptions,
+    ) -> Result<AttentionGradients<CubeTensor<Self>>, AttentionError> {
+        unreachable!("this runtime's tensor_core_check refuses every call")
+    }
+
     /// The forward pass of a call that passed [`Self::own_check`].
     #[doc(hidden)]
     fn own_forward(
@@ -86,22 +123,43 @@ fn choose<R: AttentionRuntime>(
             R::own_check(device, problem, dtype, options)?;
             forced(Routine::Hopper)
         }
-        Some(routine) => Err(AttentionError::Routine {
-            routine,
-            expected: "a build that has it".into(),
-            got: "composed, portable and hopper".into(),
-        }),
-        None => match R::own_check(device, problem, dtype, options) {
-            Ok(()) => Ok(RoutineChoice::new(
+        Some(Routine::TensorCore) => {
+            R::tensor_core_check(device, problem, dtype, options)?;
+            forced(Routine::TensorCore)
+        }
+        None => Ok(fastest::<R>(problem, dtype, device, options)?),
+    }
+}
+
+/// The fastest routine that serves a call.
+fn fastest<R: AttentionRuntime>(
+    problem: &AttentionProblem,
+    dtype: DType,
+    device: &R::Device,
+    options: &AttentionOptions,
+) -> Result<RoutineChoice, AttentionError> {
+    let own = match R::own_check(device, problem, dtype, options) {
+        Ok(()) => {
+            return Ok(RoutineChoice::new(
                 Routine::Hopper,
                 "the fastest on this device",
-            )),
-            Err(why) => {
-                check_portable::<R>(problem, dtype, device)?;
-                let reason = format!("serves every device of {}; not hopper: {why}", R::NAME);
-                Ok(RoutineChoice::new(Routine::Portable, reason))
-            }
-        },
+            ));
+        }
+        Err(why) => why,
+    };
+    match R::tensor_core_check(device, problem, dtype, options) {
+        Ok(()) => {
+            let reason = format!("the device has tensor cores; not hopper: {own}");
+            Ok(RoutineChoice::new(Routine::TensorCore, reason))
+        }
+        Err(cores) => {
+            check_portable::<R>(problem, dtype, device)?;
+            let reason = format!(
+                "serves every device of {}; not hopper: {own}; not tensor_core: {cores}",
+                R::NAME
+            );
+            Ok(RoutineChoice::new(Routine::Portable, reason))
+        }
     }
 }
 
@@ -146,6 +204,9 @@ where
                     Ok(composed::forward::<Self>(input.clone(), segments, options))
                 }
                 Routine::Hopper => Ok(R::own_forward(input.clone(), &problem, segments, options)),
+                Routine::TensorCore => {
+                    R::tensor_core_forward(input.clone(), &problem, segments, options)
+                }
                 _ => launch::portable::forward(input.clone(), &problem, segments, options),
             }
         };
@@ -173,6 +234,9 @@ where
                 }
                 Routine::Hopper if one_dtype => {
                     Ok(R::own_backward(input.clone(), &problem, segments, options))
+                }
+                Routine::TensorCore if one_dtype || options.routine.is_some() => {
+                    R::tensor_core_backward(input.clone(), &problem, segments, options)
                 }
                 Routine::Composed => {
                     Ok(composed::backward::<Self>(input.clone(), segments, options))

@@ -2,16 +2,25 @@
 
 use burn::tensor::DType;
 use burn_cubecl::{CubeRuntime, tensor::CubeTensor};
-use cubecl::{Runtime, cuda::CudaRuntime, features::Tma};
+use cubecl::{
+    Runtime,
+    cuda::CudaRuntime,
+    features::{MmaConfig, Tma},
+    ir::StorageType,
+};
 
 use super::AttentionRuntime;
 use crate::{
+    components::Features,
     definition::{
         AttentionBackwardInput, AttentionError, AttentionGradients, AttentionInput,
         AttentionOptions, AttentionOutput, AttentionProblem, Routine, Segments,
     },
-    launch::hopper,
-    routines::hopper::check,
+    launch::{hopper, tensor_core},
+    routines::{
+        hopper::check,
+        tensor_core::{blueprint, check as check_tensor_core},
+    },
 };
 
 impl AttentionRuntime for CudaRuntime {
@@ -35,6 +44,55 @@ impl AttentionRuntime for CudaRuntime {
             });
         }
         check(problem, dtype, options)
+    }
+
+    fn tensor_core_check(
+        device: &<Self as CubeRuntime>::CubeDevice,
+        problem: &AttentionProblem,
+        dtype: DType,
+        options: &AttentionOptions,
+    ) -> Result<(), AttentionError> {
+        check_tensor_core(problem, dtype, options)?;
+        let client = Self::client(device);
+        let properties = client.properties();
+        let features = &properties.features;
+        let operand: StorageType = dtype.into();
+        let shape = MmaConfig {
+            a_type: operand,
+            b_type: operand,
+            cd_type: StorageType::from(DType::F32),
+            m: 16,
+            n: 8,
+            k: 16,
+        };
+        let loads = features.matmul.ldmatrix.contains(&operand);
+        if !features.matmul.mma.contains(&shape) || !loads || !features.copy_async {
+            return Err(AttentionError::Routine {
+                routine: Routine::TensorCore,
+                expected: "a CUDA device of compute capability 8.0 or later".into(),
+                got: format!("an earlier one, {device:?}"),
+            });
+        }
+        let shared = properties.hardware.max_shared_memory_size;
+        blueprint(problem, Features::default(), shared).map(|_| ())
+    }
+
+    fn tensor_core_forward(
+        input: AttentionInput<CubeTensor<Self>>,
+        problem: &AttentionProblem,
+        segments: &Segments,
+        options: &AttentionOptions,
+    ) -> Result<AttentionOutput<CubeTensor<Self>>, AttentionError> {
+        tensor_core::forward(input, problem, segments, options)
+    }
+
+    fn tensor_core_backward(
+        input: AttentionBackwardInput<CubeTensor<Self>>,
+        problem: &AttentionProblem,
+        segments: &Segments,
+        options: &AttentionOptions,
+    ) -> Result<AttentionGradients<CubeTensor<Self>>, AttentionError> {
+        tensor_core::backward(input, problem, segments, options)
     }
 
     fn own_forward(

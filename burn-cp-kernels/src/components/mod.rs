@@ -1,4 +1,4 @@
-//! Parts of kernels, in CubeCL: tiles in shared memory and products of them, masks, scores, dropout.
+//! Parts of kernels, in CubeCL: tiles in shared memory and products of them, masks, scores, dropout; for matrix units in `matrix`.
 //!
 //! A cube has [`UNITS`] units, seen as a square of 16 × 16 for products of rows with rows
 //! (`tile::products`), where a unit has some rows and four neighbouring columns, and as a rectangle
@@ -10,6 +10,8 @@
 
 pub(crate) mod config;
 pub(crate) mod dropout;
+#[cfg_attr(not(feature = "cuda"), allow(dead_code, unused_imports))]
+pub(crate) mod matrix;
 pub(crate) mod records;
 pub(crate) mod scores;
 pub(crate) mod tile;

@@ -2,3 +2,5 @@
 //! and know no host data.
 
 pub(crate) mod portable;
+#[cfg(feature = "cuda")]
+pub(crate) mod tensor_core;

@@ -1,21 +1,15 @@
 //! Launches of the portable routine.
 
 use burn::tensor::DType;
-use burn_cubecl::{
-    CubeRuntime,
-    kernel::{cast, into_contiguous},
-    tensor::CubeTensor,
-};
-use cubecl::{
-    ir::StorageType,
-    prelude::{CubeCount, CubeDim},
-};
+use burn_cubecl::{CubeRuntime, tensor::CubeTensor};
+use cubecl::prelude::{CubeCount, CubeDim};
 
 use super::{
+    delta::{count, delta, dtype, numbers},
     schedule::{Tables, tables},
     tensors::{
-        address_type, arg, empty, empty_like, filled, table, unused, vector_size,
-        with_contiguous_dim,
+        address_type, arg, as_dtype, empty, empty_like, filled, sinks_f32, table, unused,
+        vector_size, with_contiguous_dim,
     },
 };
 use crate::{
@@ -55,7 +49,7 @@ impl<'a, R: CubeRuntime> Call<'a, R> {
         };
         let shared = like.client.properties().hardware.max_shared_memory_size;
         let blueprint = blueprint(problem, features, shared)?;
-        let tables = tables(&like.client, &like.device, segments, blueprint.rows())?;
+        let tables = tables(&like.client, &like.device, segments, [blueprint.rows(); 2])?;
         Ok(Self {
             problem,
             options,
@@ -66,24 +60,11 @@ impl<'a, R: CubeRuntime> Call<'a, R> {
     }
 
     fn numbers(&self) -> NumbersLaunch<R> {
-        let dropout = self.options.dropout;
-        let [seed_a, seed_b] = dropout.map_or([0, 0], |dropout| dropout.seeds());
-        NumbersLaunch::new(
-            self.options.scale_for(self.problem.head_dim) as f32,
-            self.options.softcap.unwrap_or(1.0) as f32,
-            dropout.map_or(1.0, |dropout| dropout.factor()) as f32,
-            dropout.map_or(0, |dropout| dropout.threshold()),
-            seed_a,
-            seed_b,
-            f32::NEG_INFINITY,
-        )
+        numbers(self.problem, self.options)
     }
 
-    /// Cubes for `tiles` of `heads`: a dimension may not hold all tiles of a long sequence.
     fn count(&self, tiles: usize, heads: usize) -> CubeCount {
-        let limit = self.like.client.properties().hardware.max_cube_count.0;
-        let across = (tiles as u32).min(limit);
-        CubeCount::Static(across, heads as u32, (tiles as u32).div_ceil(across))
+        count(&self.like, tiles, heads)
     }
 
     fn num_rows(&self) -> usize {
@@ -95,21 +76,8 @@ impl<'a, R: CubeRuntime> Call<'a, R> {
     }
 }
 
-fn dtype(tensor: DType) -> StorageType {
-    tensor.into()
-}
-
 fn cube_dim() -> CubeDim {
     CubeDim::new_1d(UNITS as u32)
-}
-
-/// Sinks as kernels read them.
-fn sinks_f32<R: CubeRuntime>(sinks: CubeTensor<R>) -> CubeTensor<R> {
-    let sinks = match sinks.dtype {
-        DType::F32 => sinks,
-        _ => cast(sinks, DType::F32),
-    };
-    into_contiguous(sinks)
 }
 
 /// The forward pass of a checked call.
@@ -190,12 +158,9 @@ pub(crate) fn backward<R: CubeRuntime>(
         return Ok(AttentionGradients::new(dq, dk, dv).with_dsinks(dsinks));
     }
     let [out, dout] = [input.out, input.dout].map(with_contiguous_dim);
-    let lse = match input.lse.dtype {
-        DType::F32 => input.lse,
-        _ => cast(input.lse, DType::F32),
-    };
+    let lse = as_dtype(input.lse, DType::F32);
     let size = vector_size(&[&q, &k, &v, &out, &dout]);
-    let (rows, dsinks) = call.delta(&out, &dout, &lse, input.sinks, size);
+    let (rows, dsinks) = delta(problem, options, [&out, &dout, &lse], input.sinks);
     let tensors = Backward {
         q,
         k,
@@ -220,77 +185,6 @@ struct Backward<R: CubeRuntime> {
 }
 
 impl<R: CubeRuntime> Call<'_, R> {
-    /// The numbers per row, `[2, q_batch, num_heads, q_tokens]`, and the gradient of the sinks.
-    fn delta(
-        &self,
-        out: &CubeTensor<R>,
-        dout: &CubeTensor<R>,
-        lse: &CubeTensor<R>,
-        sinks: Option<CubeTensor<R>>,
-        size: usize,
-    ) -> (CubeTensor<R>, Option<CubeTensor<R>>) {
-        let [batch, heads, tokens] = self.problem.lse_shape();
-        let num_rows = self.num_rows();
-        let rows = empty(out, &[2, batch, heads, tokens], DType::F32);
-        let sink_dtype = sinks.as_ref().map(|sinks| sinks.dtype);
-        let per_row = match sinks {
-            Some(_) => empty(out, &[num_rows], DType::F32),
-            None => empty(out, &[1], DType::F32),
-        };
-        let sink_len = per_row.meta.shape()[0];
-        let (sinks, num_sinks) = match sinks {
-            Some(sinks) => (sinks_f32(sinks).handle, heads),
-            None => (unused(&out.client), 1),
-        };
-        if num_rows > 0 {
-            let cubes = num_rows.div_ceil(UNITS);
-            // SAFETY: units beyond `num_rows` end at once, and the tensors have the problem's
-            // shapes; `rows` and `per_row` are not shared yet.
-            unsafe {
-                kernels::delta::delta::launch_unchecked(
-                    &out.client,
-                    self.count(cubes, 1),
-                    cube_dim(),
-                    address_type(&[out, dout, &rows]),
-                    size,
-                    arg(out),
-                    arg(dout),
-                    arg(lse),
-                    table(&sinks, num_sinks),
-                    table(&rows.handle, 2 * num_rows),
-                    table(&per_row.handle, sink_len),
-                    self.numbers(),
-                    num_rows,
-                    self.problem.v_head_dim,
-                    self.blueprint.features.sinks,
-                    [dtype(out.dtype), dtype(dout.dtype)],
-                );
-            }
-        }
-        let dsinks = sink_dtype.map(|dtype| {
-            let dsinks = empty(out, &[heads], DType::F32);
-            // SAFETY: one cube per head, and `per_row` has a number per row of every head.
-            unsafe {
-                kernels::delta::sum_sinks::launch_unchecked(
-                    &out.client,
-                    CubeCount::Static(heads as u32, 1, 1),
-                    cube_dim(),
-                    address_type(&[&per_row]),
-                    table(&per_row.handle, sink_len),
-                    table(&dsinks.handle, heads),
-                    heads,
-                    batch,
-                    tokens,
-                );
-            }
-            match dtype {
-                DType::F32 => dsinks,
-                dtype => cast(dsinks, dtype),
-            }
-        });
-        (rows, dsinks)
-    }
-
     fn queries(&self, tensors: &Backward<R>) -> CubeTensor<R> {
         let Backward {
             q,

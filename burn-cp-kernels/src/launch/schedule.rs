@@ -1,6 +1,6 @@
 //! Schedules: which tile of rows walks which tiles of keys, and which queries visit which keys.
 
-use std::{any::Any, ops::Range, sync::Arc};
+use std::{any::Any, cmp::Reverse, collections::BTreeMap, ops::Range, sync::Arc};
 
 use cubecl::{client::ComputeClient, prelude::Runtime, server::Handle};
 
@@ -23,12 +23,12 @@ pub(crate) struct Schedule {
 pub(super) const FAR: i32 = 1 << 30;
 
 impl Schedule {
-    /// Cuts queries into tiles of `rows` and keys into tiles of as many.
+    /// Cuts queries into tiles of the first number of rows, and keys into tiles of the second.
     ///
     /// # Errors
     ///
     /// Buffers whose rows have 2^30 tokens or more.
-    pub(crate) fn new(segments: &Segments, rows: usize) -> Result<Self, AttentionError> {
+    pub(crate) fn new(segments: &Segments, rows: [usize; 2]) -> Result<Self, AttentionError> {
         for (what, (_, tokens)) in [
             ("queries", segments.q_shape()),
             ("keys", segments.k_shape()),
@@ -41,9 +41,9 @@ impl Schedule {
                 });
             }
         }
-        let (key_tiles, visits) = key_tiles(segments, rows);
+        let (key_tiles, visits) = key_tiles(segments, rows[1]);
         Ok(Self {
-            row_tiles: row_tiles(segments, rows),
+            row_tiles: row_tiles(segments, rows[0]),
             key_tiles,
             visits,
         })
@@ -59,10 +59,12 @@ impl Schedule {
 }
 
 /// The tiles of each segment, those with the most keys first, then tiles without keys for the rows that
-/// no segment names.
+/// no segment names. Segments with many keys come before those with few, so that no long tile begins last.
 fn row_tiles(segments: &Segments, rows: usize) -> Vec<i32> {
     let mut records = Vec::new();
-    for (segment, document) in segments.iter().zip(segments.documents()) {
+    let mut ordered: Vec<_> = segments.iter().zip(segments.documents()).collect();
+    ordered.sort_by_key(|(segment, _)| Reverse(segment.num_k()));
+    for (segment, document) in ordered {
         let starts = (0..segment.num_q()).step_by(rows).rev();
         for start in starts {
             let tile = start..(start + rows).min(segment.num_q());
@@ -119,7 +121,7 @@ fn row_tile(segment: &Segment, document: u32, tile: Range<usize>) -> [i32; ROW_T
 /// segment's queries is ever multiplied, not even by 0, on the way to their gradients.
 fn key_tiles(segments: &Segments, size: usize) -> (Vec<i32>, Vec<i32>) {
     let (batch, tokens) = segments.k_shape();
-    let (mut records, mut list) = (Vec::new(), Vec::new());
+    let (mut tiles, mut list) = (Vec::new(), Vec::new());
     for row in 0..batch {
         let here = |segment: &Segment| segment.k_row == row && !segment.k.is_empty();
         let mut cuts = vec![0, tokens];
@@ -150,13 +152,24 @@ fn key_tiles(segments: &Segments, size: usize) -> (Vec<i32>, Vec<i32>) {
         }
         for (index, visits) in visits.into_iter().enumerate() {
             let first = (list.len() / VISIT_FIELDS) as i32;
+            let queries: i32 = visits.chunks(VISIT_FIELDS).map(|visit| visit[2]).sum();
             list.extend(visits);
             let last = (list.len() / VISIT_FIELDS) as i32;
             let (start, len) = (starts[index], end(index) - starts[index]);
-            records.extend([row as i32, start as i32, len as i32, first, last]);
+            let run = cuts.partition_point(|cut| *cut <= start);
+            let record = [row as i32, start as i32, len as i32, first, last];
+            tiles.push(((row, run), queries, record));
         }
     }
-    (records, list)
+    // Runs whose keys are seen the most often come first; tiles of one run stay together.
+    let mut most = BTreeMap::new();
+    for (run, queries, _) in &tiles {
+        let most: &mut i32 = most.entry(*run).or_default();
+        *most = (*most).max(*queries);
+    }
+    tiles.sort_by_key(|(run, _, _)| (Reverse(most[run]), *run));
+    let records = tiles.into_iter().flat_map(|(_, _, record)| record);
+    (records.collect(), list)
 }
 
 /// The queries of a segment that see some key of `tile` (tokens of the buffer).
@@ -239,7 +252,7 @@ pub(super) fn gaps(segments: &Segments, batch: usize, tokens: usize) -> Vec<(usi
 
 /// A schedule on a device.
 pub(crate) struct Uploaded {
-    rows: usize,
+    rows: [usize; 2],
     device: String,
     result: Result<Tables, AttentionError>,
 }
@@ -260,7 +273,7 @@ pub(crate) fn tables<R: Runtime>(
     client: &ComputeClient<R>,
     device: &R::Device,
     segments: &Segments,
-    rows: usize,
+    rows: [usize; 2],
 ) -> Result<Tables, AttentionError> {
     let device = format!("{:?} {device:?}", device.type_id());
     let uploaded: Arc<Uploaded> = segments.cache().get_or_make(
@@ -372,7 +385,7 @@ mod tests {
             }
         }
         expected.sort_unstable();
-        for rows in [32, 64, 128] {
+        for rows in [[32, 32], [64, 128], [128, 64]] {
             let schedule = Schedule::new(&segments, rows).unwrap();
             assert_eq!(pairs_by_rows(&schedule), expected);
             assert_eq!(pairs_by_keys(&schedule), expected);
@@ -381,7 +394,7 @@ mod tests {
 
     #[test]
     fn every_row_and_key_has_one_tile() {
-        let schedule = Schedule::new(&example(), 64).unwrap();
+        let schedule = Schedule::new(&example(), [64, 64]).unwrap();
         let tokens = |records: &[i32], fields: usize| {
             let mut tokens: Vec<i32> = records
                 .chunks(fields)
@@ -399,7 +412,7 @@ mod tests {
     #[test]
     fn tiles_of_keys_lie_within_segments() {
         let segments = example();
-        let schedule = Schedule::new(&segments, 64).unwrap();
+        let schedule = Schedule::new(&segments, [64, 64]).unwrap();
         for tile in schedule.key_tiles.chunks(KEY_TILE_FIELDS) {
             let (start, end) = (tile[1] as usize, (tile[1] + tile[2]) as usize);
             for segment in &segments {
@@ -419,7 +432,7 @@ mod tests {
         let size = |tokens: usize| {
             let segments = vec![segment(0..tokens, 0..tokens, 0)];
             let segments = Segments::new(segments, (1, tokens), (1, tokens)).unwrap();
-            let schedule = Schedule::new(&segments, 64).unwrap();
+            let schedule = Schedule::new(&segments, [64, 64]).unwrap();
             schedule.row_tiles.len() + schedule.key_tiles.len() + schedule.visits.len()
         };
         assert_eq!(size(1 << 16), 16 * size(1 << 12));

@@ -2,7 +2,10 @@
 
 use burn::tensor::{DType, Shape, TensorMetadata};
 use burn_cubecl::{
-    CubeRuntime, kernel::into_contiguous, ops::numeric::full_device_dtype, tensor::CubeTensor,
+    CubeRuntime,
+    kernel::{cast, into_contiguous},
+    ops::numeric::full_device_dtype,
+    tensor::CubeTensor,
 };
 use cubecl::prelude::{AddressType, ArrayArg, InputScalar, TensorArg};
 use cubecl::{client::ComputeClient, server::Handle};
@@ -30,6 +33,38 @@ pub(crate) fn vector_size<R: CubeRuntime>(tensors: &[&CubeTensor<R>]) -> usize {
         true => 4,
         false => 1,
     }
+}
+
+/// A tensor whose rows start at multiples of 8 numbers and 16 bytes, for 16-bit floats whose last dim is such a multiple:
+/// itself, or a copy.
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+pub(crate) fn with_chunks<R: CubeRuntime>(tensor: CubeTensor<R>) -> CubeTensor<R> {
+    let (shape, strides) = (tensor.meta.shape(), tensor.meta.strides());
+    let last = shape.num_dims() - 1;
+    let outer = (0..last).all(|dim| shape[dim] == 1 || strides[dim] % 8 == 0);
+    let contiguous = strides[last] == 1 || shape[last] == 1;
+    if outer && contiguous && offset(&tensor).is_multiple_of(16) {
+        return tensor;
+    }
+    let tensor = into_contiguous(tensor);
+    if offset(&tensor).is_multiple_of(16) {
+        return tensor;
+    }
+    // Contiguous, in a buffer that it shares.
+    tensor.copy()
+}
+
+/// A tensor as `dtype`.
+pub(crate) fn as_dtype<R: CubeRuntime>(tensor: CubeTensor<R>, dtype: DType) -> CubeTensor<R> {
+    match tensor.dtype == dtype {
+        true => tensor,
+        false => cast(tensor, dtype),
+    }
+}
+
+/// Sinks as kernels read them.
+pub(crate) fn sinks_f32<R: CubeRuntime>(sinks: CubeTensor<R>) -> CubeTensor<R> {
+    into_contiguous(as_dtype(sinks, DType::F32))
 }
 
 /// Bytes before the tensor in its buffer.

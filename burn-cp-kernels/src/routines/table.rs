@@ -2,8 +2,10 @@
 
 use burn::tensor::DType;
 
-use super::{hopper, portable};
-use crate::definition::{AttentionOptions, AttentionProblem, Dropout, Segments};
+use super::{hopper, portable, tensor_core};
+use crate::definition::{AttentionError, AttentionOptions, AttentionProblem, Dropout, Segments};
+
+type Check = fn(&AttentionProblem, DType, &AttentionOptions) -> Result<(), AttentionError>;
 
 const DTYPES: [DType; 4] = [DType::F64, DType::F32, DType::F16, DType::BF16];
 
@@ -59,29 +61,30 @@ fn the_documented_table_is_what_the_code_serves() {
         pairs.collect::<Vec<_>>()
     );
 
-    let row_hopper = row("hopper");
     let options = AttentionOptions::new();
-    let serves = |problem: &AttentionProblem, dtype, options: &AttentionOptions| {
-        hopper::check(problem, dtype, options).is_ok()
-    };
-    let plain = |dtype| serves(&problem(64, 64), dtype, &options);
-    assert_eq!(row_hopper[2], dtypes(plain));
-    assert_eq!(row_hopper[3], "each a multiple of 8 from 8 to 256");
-    let sizes: Vec<usize> = (8..=256).step_by(8).collect();
-    let pairs = sizes
-        .iter()
-        .flat_map(|a| sizes.iter().map(move |b| (*a, *b)));
-    let served = dims(|problem| serves(problem, DType::BF16, &options));
-    assert_eq!(served, pairs.collect::<Vec<_>>());
-    let with = |options| serves(&problem(64, 64), DType::BF16, &options);
-    let said = |yes: bool| if yes { "yes" } else { "no" };
-    assert_eq!(
-        row_hopper[4],
-        said(with(AttentionOptions::new().with_softcap(2.0)))
-    );
-    let dropout = Dropout::new(0.5, 0);
-    assert_eq!(
-        row_hopper[6],
-        said(with(AttentionOptions::new().with_dropout(dropout)))
-    );
+    let checks: [(&str, Check); 2] = [
+        ("tensor_core", tensor_core::check),
+        ("hopper", hopper::check),
+    ];
+    for (name, check) in checks {
+        let row = row(name);
+        let serves = |problem: &AttentionProblem, dtype, options: &AttentionOptions| {
+            check(problem, dtype, options).is_ok()
+        };
+        let plain = |dtype| serves(&problem(64, 64), dtype, &options);
+        assert_eq!(row[2], dtypes(plain));
+        assert_eq!(row[3], "each a multiple of 8 from 8 to 256");
+        let sizes: Vec<usize> = (8..=256).step_by(8).collect();
+        let pairs = sizes
+            .iter()
+            .flat_map(|a| sizes.iter().map(move |b| (*a, *b)));
+        let served = dims(|problem| serves(problem, DType::BF16, &options));
+        assert_eq!(served, pairs.collect::<Vec<_>>());
+        let with = |options| serves(&problem(64, 64), DType::BF16, &options);
+        let said = |yes: bool| if yes { "yes" } else { "no" };
+        let capped = AttentionOptions::new().with_softcap(2.0);
+        assert_eq!(row[4], said(with(capped)));
+        let dropped = AttentionOptions::new().with_dropout(Dropout::new(0.5, 0));
+        assert_eq!(row[6], said(with(dropped)));
+    }
 }

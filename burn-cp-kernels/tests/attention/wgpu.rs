@@ -414,14 +414,14 @@ fn routines_are_described_and_refused() {
         (composed.routine, &composed.reason[..]),
         (Routine::Composed, "forced")
     );
-    let error = choice(options().with_routine(Routine::Hopper)).unwrap_err();
-    assert!(matches!(
-        error,
-        AttentionError::Routine {
-            routine: Routine::Hopper,
-            ..
-        }
-    ));
+    // Those of CUDA devices.
+    for routine in [Routine::TensorCore, Routine::Hopper] {
+        let error = choice(options().with_routine(routine)).unwrap_err();
+        assert!(matches!(
+            error,
+            AttentionError::Routine { routine: of, .. } if of == routine
+        ));
+    }
     let narrow = Case::packed(
         &[3, 4],
         Heads {

@@ -1,0 +1,66 @@
+//! Parts of kernels for matrix units: fragments of rows in shared memory, products of them, copies.
+//!
+//! A plane has some blocks of 16 rows of the left operand. Its sums are, per block and 8 columns, two pairs per unit: columns
+//! `2 (lane % 4)` and the next, of rows `lane / 4` and `lane / 4 + 8`. Operands are 16-bit floats, sums f32.
+
+mod blueprint;
+mod copy;
+mod product;
+mod rows;
+
+pub(crate) use blueprint::{CHUNK, KeyPart, Layout, MatrixBlueprint, QUERY_COLUMNS, SIDE, UNITS};
+pub(crate) use copy::{Copied, Held, begin_copy, copy_numbers, held, memory_of, operand};
+pub(crate) use product::{
+    Operand, Products, Weighed, as_left, as_right, as_weighed, row_products, sums, weigh_ahead,
+    weigh_block, weigh_rows,
+};
+pub(crate) use rows::{
+    cap, exponent, first_row, keep_columns, operands, store_row, store_rows, times, weight_pair,
+};
+
+use cubecl::prelude::*;
+
+/// Eight numbers of a row.
+pub(crate) type Chunk<F> = Vector<F, Const<8>>;
+/// Two numbers of an operand.
+pub(crate) type Pair<F> = Vector<F, Const<2>>;
+/// Two numbers of sums.
+pub(crate) type Pair32 = Vector<f32, Const<2>>;
+
+/// log2(e).
+pub(crate) const LOG2_E: f32 = std::f32::consts::LOG2_E;
+
+/// `2^x`, and 0 where that is not a normal number.
+///
+/// CubeCL has no such function. The launch defines the name that CubeCL gives to a fast exponential,
+/// which nothing else in these kernels uses, as this one.
+#[cube(fast_math = FastMath::all())]
+pub(crate) fn exp2(x: f32) -> f32 {
+    f32::exp(x)
+}
+
+/// `a / b` but for the last bits.
+#[cube(fast_math = FastMath::all())]
+pub(crate) fn quotient(a: f32, b: f32) -> f32 {
+    a / b
+}
+
+/// `tanh(x)`, with an error that is small beside 1.
+#[cube]
+pub(crate) fn tanh(x: f32) -> f32 {
+    let power = exp2(x * comptime!(2.0 * LOG2_E));
+    f32::new(1.0) - quotient(f32::new(2.0), power + f32::new(1.0))
+}
+
+/// Numbers of a call that kernels do not have compiled in.
+#[derive(CubeType, Clone, Copy)]
+pub(crate) struct Scalars {
+    pub(crate) scale: f32,
+    pub(crate) softcap: f32,
+    /// Not to be had as a constant.
+    pub(crate) minus_infinity: f32,
+    pub(crate) num_tiles: u32,
+    pub(crate) group: u32,
+    /// Query rows times heads.
+    pub(crate) num_rows: usize,
+}

@@ -1,0 +1,8 @@
+//! Launches of the tensor core routine, on CubeCL's client of a CUDA device.
+//!
+//! `task` makes kernels of what is in `kernels/tensor_core`, `call` puts tensors and tables together.
+
+mod call;
+mod task;
+
+pub(crate) use call::{backward, forward};
