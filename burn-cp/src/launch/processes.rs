@@ -17,9 +17,9 @@ use crate::comm::{
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum TensorTransport {
-    /// Through MPI, for backends on CPUs. Needs the feature `mpi`, and processes that MPI's launcher has started.
+    /// Through MPI, from host to host. Needs the feature `mpi`, and processes that MPI's launcher has started.
     Mpi,
-    /// Not at all: the program exchanges host messages only.
+    /// Not through this process: the program exchanges host messages only, or tensors on GPUs, which go through NCCL.
     None,
 }
 

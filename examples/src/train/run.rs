@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-use burn_cp::launch::{LaunchError, Place, Process, ProcessOptions};
+use burn_cp::launch::{LaunchError, Place, Process, ProcessOptions, TensorTransport};
 use clap::{Parser, ValueEnum};
 
 use super::{
@@ -187,6 +187,10 @@ pub fn run(args: &TrainArgs) -> Result<bool, RunError> {
             let config = args.resolve_for(Some(place.world_size))?;
             let options = ProcessOptions {
                 deadline: Duration::from_secs(config.deadline_seconds),
+                tensors: match config.device {
+                    Device::Cuda => TensorTransport::None,
+                    Device::Cpu | Device::Wgpu => TensorTransport::Mpi,
+                },
                 ..ProcessOptions::default()
             };
             if place.rank == 0 {
