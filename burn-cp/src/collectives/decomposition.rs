@@ -164,8 +164,16 @@ impl Combine {
             Self::Sum => Payload::sum(taken).unwrap_or_else(|| like.clone()),
             Self::SumInto(places, num_rows) => {
                 let dtype = like.dtype();
-                let mut total = like.zeros_like(dim, *num_rows).widened();
-                for (range, rows) in places.iter().zip(taken) {
+                let zeros = like.zeros_like(dim, *num_rows);
+                if zeros.is_empty() {
+                    return zeros;
+                }
+                let mut total = zeros.widened();
+                let named = places
+                    .iter()
+                    .zip(taken)
+                    .filter(|(range, _)| !range.is_empty());
+                for (range, rows) in named {
                     let sum = total.rows(dim, range).add(rows.widened());
                     total = if *range == (0..*num_rows) {
                         sum

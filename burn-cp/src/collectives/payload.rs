@@ -106,6 +106,9 @@ impl<B: Backend> Payload<B> {
         if *range == (0..shape[dim]) {
             return self.clone();
         }
+        if range.is_empty() {
+            return self.zeros_like(dim, 0);
+        }
         let slices = slices(&shape, dim, range);
         match self {
             Self::Float(tensor) => Self::Float(B::float_slice(tensor.clone(), &slices)),
@@ -194,6 +197,9 @@ impl<B: Backend> Payload<B> {
     pub(crate) fn zeros_like(&self, dim: usize, len: usize) -> Self {
         let mut shape = self.shape();
         shape[dim] = len;
+        if shape.num_elements() == 0 {
+            return self.without_elements(shape);
+        }
         match self {
             Self::Float(tensor) => Self::Float(B::float_zeros(
                 shape,
@@ -211,6 +217,28 @@ impl<B: Backend> Payload<B> {
                 tensor.dtype().into(),
             )),
         }
+    }
+
+    /// A tensor like `self` that has no elements. No kernel runs: devices refuse to launch one over nothing.
+    fn without_elements(&self, shape: Shape) -> Self {
+        match self {
+            Self::Float(tensor) => {
+                let device = B::float_device(tensor);
+                Self::Float(B::float_empty(shape, &device, tensor.dtype().into()))
+            }
+            Self::Int(tensor) => {
+                let device = B::int_device(tensor);
+                Self::Int(B::int_empty(shape, &device, tensor.dtype().into()))
+            }
+            Self::Bool(tensor) => {
+                let device = B::bool_device(tensor);
+                Self::Bool(B::bool_empty(shape, &device, tensor.dtype().into()))
+            }
+        }
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.shape().num_elements() == 0
     }
 
     /// Concatenates along `dim`; parts without rows are left out, and `like` gives kind and shape where all are.
@@ -275,6 +303,9 @@ impl<B: Backend> Payload<B> {
     pub(crate) fn sum(parts: impl IntoIterator<Item = Self>) -> Option<Self> {
         let mut parts = parts.into_iter();
         let first = parts.next()?;
+        if first.is_empty() {
+            return Some(first);
+        }
         let dtype = first.dtype();
         let total = parts.fold(first.widened(), |total, part| total.add(part.widened()));
         Some(total.narrowed(dtype))

@@ -304,18 +304,32 @@ impl Shared {
         }
     }
 
-    /// Ends a communicator that nobody waits for.
+    /// Ends the communicator: when all that it was given has ended, or at once where that will never be.
     fn close(&self) {
-        let in_flight = self
-            .in_flight
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        let idle = in_flight
-            .iter()
-            .all(|op| op.end.has_happened().unwrap_or(false));
-        drop(in_flight);
+        let start = Instant::now();
+        let idle = loop {
+            let in_flight = self
+                .in_flight
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner);
+            if in_flight
+                .iter()
+                .all(|op| op.end.has_happened().unwrap_or(false))
+            {
+                break true;
+            }
+            drop(in_flight);
+            let failed = self
+                .observer
+                .as_ref()
+                .is_some_and(|world| world.failure().is_some());
+            if failed || start.elapsed() > self.deadline || self.guard().is_none() {
+                break false;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        };
         if !idle {
-            // Destroying waits for what runs, which may wait for ranks that are gone.
+            // Destroying would wait for what runs, which may wait for ranks that are gone.
             self.abort();
         } else if let Some(raw) = self.guard().take() {
             // SAFETY: as in `abort`.
