@@ -183,7 +183,7 @@ type Fused = Autodiff<burn::backend::Cuda<bf16, i32>>;
 
 /// Burn's attention and ours on the same problem under autodiff, with fusion.
 pub(crate) fn against_burn() {
-    let (heads, tokens, head_dim) = (16, 8192, 128);
+    let (heads, tokens, head_dim) = (16, 4096, 128);
     let problem = format!(
         "one document of {tokens}, heads {heads}, head_dim {head_dim}, bf16, causal, Autodiff<Cuda>"
     );
