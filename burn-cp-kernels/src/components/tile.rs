@@ -8,6 +8,11 @@ use cubecl::prelude::*;
 
 use super::{Blueprint, COLUMNS, Columns, LANES, UNITS};
 
+/// Vectors of four dims that are multiplied in one turn of a loop.
+const MULTIPLIED: usize = 4;
+/// Vectors of four rows that are weighed in one turn of a loop.
+const WEIGHED: usize = 2;
+
 /// Four numbers.
 pub(crate) type V4 = Vector<f32, Const<4>>;
 
@@ -70,15 +75,34 @@ fn load<F: Float, N: Size>(
     to: &mut SharedMemory<V4>,
     #[comptime] part: Part,
 ) {
+    // Most tiles lie within what is to be loaded.
+    let whole = rows.first <= skip && rows.last >= skip + comptime!(part.rows as i32);
+    if whole && comptime!(part.dim.is_multiple_of(4 * part.vectors)) {
+        load_items(from, rows, skip, start, to, false, part);
+    } else {
+        load_items(from, rows, skip, start, to, true, part);
+    }
+}
+
+#[cube]
+fn load_items<F: Float, N: Size>(
+    from: &Tensor<Vector<F, N>>,
+    rows: &Rows,
+    skip: i32,
+    start: usize,
+    to: &mut SharedMemory<V4>,
+    #[comptime] checked: bool,
+    #[comptime] part: Part,
+) {
     let total = comptime!(part.rows * part.vectors);
     #[unroll]
     for step in 0..comptime!(total.div_ceil(UNITS)) {
         let item = UNIT_POS as usize + comptime!(step * UNITS);
         if comptime!((step + 1) * UNITS <= total) {
-            load_item(from, rows, skip, start, to, item, part);
+            load_item(from, rows, skip, start, to, item, checked, part);
         } else {
             if item < total {
-                load_item(from, rows, skip, start, to, item, part);
+                load_item(from, rows, skip, start, to, item, checked, part);
             }
         }
     }
@@ -92,6 +116,7 @@ fn load_item<F: Float, N: Size>(
     start: usize,
     to: &mut SharedMemory<V4>,
     item: usize,
+    #[comptime] checked: bool,
     #[comptime] part: Part,
 ) {
     let place = item / comptime!(part.vectors);
@@ -104,19 +129,31 @@ fn load_item<F: Float, N: Size>(
     let row = row as i32 + skip;
     let at = start + vector;
     let mut value = V4::new(0.0f32);
-    if row >= rows.first && row < rows.last && at < comptime!(part.dim / 4) {
-        let index = rows.base + (rows.token + row) as usize * rows.stride;
-        let size = N::value();
-        if comptime!(size == 4) {
-            value = V4::cast_from(from[index + at]);
-        } else {
-            #[unroll]
-            for j in 0..4usize {
-                value[j] = f32::cast_from(from[index + at * 4 + j]);
-            }
+    if comptime!(checked) {
+        if row >= rows.first && row < rows.last && at < comptime!(part.dim / 4) {
+            value = four::<F, N>(from, rows, row, at);
         }
+    } else {
+        value = four::<F, N>(from, rows, row, at);
     }
     to[place * comptime!(part.stride) + vector + comptime!(part.to)] = value;
+}
+
+/// Vector of four `at` of a row.
+#[cube]
+fn four<F: Float, N: Size>(from: &Tensor<Vector<F, N>>, rows: &Rows, row: i32, at: usize) -> V4 {
+    let index = rows.base + (rows.token + row) as usize * rows.stride;
+    let size = N::value();
+    let mut value = V4::new(0.0f32);
+    if comptime!(size == 4) {
+        value = V4::cast_from(from[index + at]);
+    } else {
+        #[unroll]
+        for j in 0..4usize {
+            value[j] = f32::cast_from(from[index + at * 4 + j]);
+        }
+    }
+    value
 }
 
 /// `sums[i, j] += a[row i] · b[column j]`: rows `unit / 16 + 16 i` of `a`, columns
@@ -165,25 +202,32 @@ fn multiply(stage: &SharedMemory<V4>, sums: &mut Array<f32>, #[comptime] bluepri
     let per_unit = comptime!(blueprint.rows_per_unit);
     let a_at = (UNIT_POS as usize / LANES) * stride;
     let b_at = (UNIT_POS as usize % LANES) * stride + comptime!(blueprint.rows() * stride);
-    #[unroll]
-    for d in 0..comptime!(blueprint.dim_chunk / 4) {
-        let mut a = Array::<V4>::new(per_unit);
+    // Not all at once: units that hold fewer numbers leave room for another cube beside theirs.
+    let steps = comptime!(blueprint.dim_chunk / 4);
+    let inner = comptime!(steps.min(MULTIPLIED));
+    for outer in 0..comptime!(steps / inner) {
+        let a_at = a_at + outer * inner;
+        let b_at = b_at + outer * inner;
         #[unroll]
-        for i in 0..per_unit {
-            a[i] = stage[a_at + comptime!(i * LANES * stride + d)];
-        }
-        #[unroll]
-        for j in 0..4usize {
-            let b = stage[b_at + comptime!(j * LANES * stride + d)];
+        for d in 0..inner {
+            let mut a = Array::<V4>::new(per_unit);
             #[unroll]
             for i in 0..per_unit {
-                let x = a[i];
-                let mut sum = sums[comptime!(i * 4 + j)];
+                a[i] = stage[a_at + comptime!(i * LANES * stride + d)];
+            }
+            #[unroll]
+            for j in 0..4usize {
+                let b = stage[b_at + comptime!(j * LANES * stride + d)];
                 #[unroll]
-                for e in 0..4usize {
-                    sum = fma(x[e], b[e], sum);
+                for i in 0..per_unit {
+                    let x = a[i];
+                    let mut sum = sums[comptime!(i * 4 + j)];
+                    #[unroll]
+                    for e in 0..4usize {
+                        sum = fma(x[e], b[e], sum);
+                    }
+                    sums[comptime!(i * 4 + j)] = sum;
                 }
-                sums[comptime!(i * 4 + j)] = sum;
             }
         }
     }
@@ -242,23 +286,29 @@ fn accumulate(
     let apart = comptime!(UNITS / columns.lanes * stride);
     let w_at = (UNIT_POS as usize / comptime!(columns.lanes)) * stride + start;
     let b_at = UNIT_POS as usize % comptime!(columns.lanes);
-    #[unroll]
-    for r in 0..comptime!(blueprint.row_chunk / 4) {
-        let mut w = Array::<V4>::new(comptime!(columns.rows));
+    let steps = comptime!(blueprint.row_chunk / 4);
+    let inner = comptime!(steps.min(WEIGHED));
+    for outer in 0..comptime!(steps / inner) {
+        let w_at = w_at + outer * inner;
+        let b_at = b_at + outer * comptime!(4 * inner * width);
         #[unroll]
-        for i in 0..comptime!(columns.rows) {
-            w[i] = weights[w_at + comptime!(i * apart + r)];
-        }
-        #[unroll]
-        for e in 0..4usize {
+        for r in 0..inner {
+            let mut w = Array::<V4>::new(comptime!(columns.rows));
             #[unroll]
-            for c in 0..comptime!(columns.vectors) {
-                let b = stage[b_at + comptime!((r * 4 + e) * width + c * columns.lanes)];
+            for i in 0..comptime!(columns.rows) {
+                w[i] = weights[w_at + comptime!(i * apart + r)];
+            }
+            #[unroll]
+            for e in 0..4usize {
                 #[unroll]
-                for i in 0..comptime!(columns.rows) {
-                    let x = w[i];
-                    let at = comptime!(i * columns.vectors + c);
-                    sums[at] = fma(V4::new(x[e]), b, sums[at]);
+                for c in 0..comptime!(columns.vectors) {
+                    let b = stage[b_at + comptime!((r * 4 + e) * width + c * columns.lanes)];
+                    #[unroll]
+                    for i in 0..comptime!(columns.rows) {
+                        let x = w[i];
+                        let at = comptime!(i * columns.vectors + c);
+                        sums[at] = fma(V4::new(x[e]), b, sums[at]);
+                    }
                 }
             }
         }

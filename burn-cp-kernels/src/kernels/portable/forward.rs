@@ -77,7 +77,37 @@ pub(crate) fn forward<F: Float, N: Size>(
             comptime!(blueprint.head_dim),
             blueprint,
         );
-        mask_rows(&mut s, &mut partial, &tile, start, &numbers, blueprint);
+        // Columns that every row sees need no mask.
+        let last_own = tile.own + comptime!(rows as i32 - 1);
+        if first <= 0
+            && last >= COLUMNS as i32
+            && within(start - last_own, tile.left, tile.right)
+            && within(
+                start + comptime!(COLUMNS as i32 - 1) - tile.own,
+                tile.left,
+                tile.right,
+            )
+        {
+            score_rows(
+                &mut s,
+                &mut partial,
+                &tile,
+                start,
+                &numbers,
+                false,
+                blueprint,
+            );
+        } else {
+            score_rows(
+                &mut s,
+                &mut partial,
+                &tile,
+                start,
+                &numbers,
+                true,
+                blueprint,
+            );
+        }
         sync_cube();
         if x < per_unit {
             let row = y + x * LANES;
@@ -156,14 +186,15 @@ pub(crate) fn forward<F: Float, N: Size>(
     store::<F>(out, &sums, &place, f32::new(1.0), v_dim, blueprint);
 }
 
-/// Turns products into scores, masked ones into `MASKED`, and leaves each unit's maximum per row.
+/// Turns products into scores, those that are masked into `MASKED`, and leaves each unit's maximum per row.
 #[cube]
-fn mask_rows(
+fn score_rows(
     s: &mut Array<f32>,
     partial: &mut SharedMemory<f32>,
     tile: &RowTile,
     start: i32,
     numbers: &Numbers,
+    #[comptime] masked: bool,
     #[comptime] blueprint: Blueprint,
 ) {
     let y = UNIT_POS as usize / LANES;
@@ -176,12 +207,14 @@ fn mask_rows(
         #[unroll]
         for j in 0..4usize {
             let at = comptime!(i * 4 + j);
-            let column = start + (x * 4 + j) as i32;
-            let seen = column >= tile.first_column
-                && column < tile.last_column
-                && within(column - own, tile.left, tile.right);
-            let value = score(s[at], numbers, blueprint.features);
-            let value = select(seen, value, f32::new(MASKED));
+            let mut value = score(s[at], numbers, blueprint.features);
+            if comptime!(masked) {
+                let column = start + (x * 4 + j) as i32;
+                let seen = column >= tile.first_column
+                    && column < tile.last_column
+                    && within(column - own, tile.left, tile.right);
+                value = select(seen, value, f32::new(MASKED));
+            }
             s[at] = value;
             max = f32::max(max, value);
         }
