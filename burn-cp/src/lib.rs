@@ -16,7 +16,7 @@
 //! | [`sharder`] | batches to steps, and the token verbs |
 //! | [`nn`] | models and layers over steps |
 //! | [`loss`], [`optim`] | token-mean losses, gradients over ranks |
-//! | [`launch`] | ranks as threads |
+//! | [`launch`] | ranks as threads or processes |
 //!
 //! `backends` is the one place that knows Burn's internals.
 

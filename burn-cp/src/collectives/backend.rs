@@ -2,13 +2,13 @@
 
 use burn::tensor::{backend::Backend, ops::FloatTensor};
 
-use super::{Call, Collective, Payload, run_on_threads};
-use crate::comm::ProcessGroup;
+use super::{Call, Collective, Payload, run_by_messages, run_on_threads};
+use crate::comm::{ProcessGroup, Transport};
 
 /// A backend whose tensors can be exchanged between ranks.
 ///
 /// Implemented for Flex and NdArray (features `flex`, `ndarray`) and for `Autodiff` over any such backend. The provided
-/// method serves every backend whose ranks are threads of one process.
+/// method serves every backend whose tensors can be read by other threads, and be brought to the host and back.
 pub trait CollectiveBackend: Backend {
     /// Runs a collective. Every rank of `group` must call it with the same `op`, up to what may differ between ranks.
     ///
@@ -19,7 +19,10 @@ pub trait CollectiveBackend: Backend {
         group: &ProcessGroup,
         call: Call,
     ) -> Payload<Self> {
-        run_on_threads(payload, op, group, call)
+        match group.transport() {
+            Transport::Processes => run_by_messages(payload, op, group, call),
+            Transport::Solo | Transport::Threads => run_on_threads(payload, op, group, call),
+        }
     }
 
     /// Identity of a tracked tensor's node in the graph of autodiff, within the process; `None` on backends without autodiff, and

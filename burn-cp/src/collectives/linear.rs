@@ -105,7 +105,7 @@ impl Collective {
         }
         Signature {
             kind: self.kind(),
-            label: call.label,
+            label: call.label.into(),
             dtype: format!("{:?}", payload.dtype()),
             shape: sizes,
             arguments,

@@ -28,8 +28,10 @@
 //! ```
 
 mod backend;
+mod decomposition;
 mod exchange;
 mod linear;
+mod messages;
 mod payload;
 mod threads;
 
@@ -38,6 +40,7 @@ use burn::tensor::{Numeric, Shape, Tensor};
 pub use backend::CollectiveBackend;
 pub use exchange::{ExchangeError, ExchangePlan, Piece, SentRange};
 pub use linear::{Call, Collective};
+pub use messages::run_by_messages;
 pub use payload::{CollectiveElement, Payload};
 pub use threads::run_on_threads;
 

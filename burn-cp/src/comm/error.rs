@@ -2,10 +2,12 @@
 
 use std::{any::Any, error::Error, fmt, sync::Arc, time::Duration};
 
+use serde::{Deserialize, Serialize};
+
 use crate::mesh::MeshError;
 
 /// A failure of communication, or a failure elsewhere that communication had to report.
-#[derive(Debug, Clone, thiserror::Error)]
+#[derive(Debug, Clone, thiserror::Error, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum CommError {
     /// Another rank of the world failed; nothing can be exchanged any more.
@@ -69,6 +71,16 @@ pub enum CommError {
         op: String,
         /// Global rank that ended.
         rank: usize,
+    },
+    /// The group's ranks have no way of exchanging what they were asked to exchange.
+    #[error("group {group} cannot exchange {what}: {reason}")]
+    Transport {
+        /// Name of the group.
+        group: String,
+        /// What should have travelled.
+        what: String,
+        /// What is missing, and how to get it.
+        reason: String,
     },
     /// The mesh does not fit the world, or an axis is unknown.
     #[error(transparent)]
@@ -144,6 +156,62 @@ pub struct RankFailure {
     pub op: String,
     /// Why it failed.
     pub cause: FailureCause,
+}
+
+/// A [`RankFailure`] as it travels between processes: an error of a type of its own becomes its message.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) struct SentFailure {
+    pub(crate) rank: usize,
+    pub(crate) op: String,
+    pub(crate) cause: SentCause,
+}
+
+/// A [`FailureCause`] as it travels between processes.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) enum SentCause {
+    Panic(String),
+    Reported(String),
+    Comm(CommError),
+}
+
+impl From<&FailureCause> for SentCause {
+    fn from(cause: &FailureCause) -> Self {
+        match cause {
+            FailureCause::Panic(message) => Self::Panic(message.clone()),
+            FailureCause::Comm(error) => Self::Comm(error.clone()),
+            other => Self::Reported(other.to_string()),
+        }
+    }
+}
+
+impl From<SentCause> for FailureCause {
+    fn from(cause: SentCause) -> Self {
+        match cause {
+            SentCause::Panic(message) => Self::Panic(message),
+            SentCause::Reported(message) => Self::Reported(message),
+            SentCause::Comm(error) => Self::Comm(error),
+        }
+    }
+}
+
+impl From<&RankFailure> for SentFailure {
+    fn from(failure: &RankFailure) -> Self {
+        Self {
+            rank: failure.rank,
+            op: failure.op.clone(),
+            cause: (&failure.cause).into(),
+        }
+    }
+}
+
+impl From<SentFailure> for RankFailure {
+    fn from(failure: SentFailure) -> Self {
+        Self {
+            rank: failure.rank,
+            op: failure.op,
+            cause: failure.cause.into(),
+        }
+    }
 }
 
 impl RankFailure {

@@ -1,76 +1,32 @@
 //! The ranks that run collectives together.
 
 use std::{
-    any::Any,
     fmt,
     sync::{
-        Arc, Mutex, PoisonError, Weak,
+        Arc,
         atomic::{AtomicU64, Ordering},
     },
 };
 
+use serde::{Serialize, de::DeserializeOwned};
+
 use super::{
-    CollectiveKind,
+    CollectiveKind, ProgramOrder,
     error::{CommError, FailureCause},
-    hub::{Attendance, Hub, MeetingKey, odd_one_out},
+    hub::{Attendance, MeetingKey, odd_one_out},
     signature::Signature,
+    world::{Processes, World},
 };
 
-/// The latest differentiable collective of a program, as its autodiff backend left it.
-///
-/// Autodiff runs adjoints by depth of the graph, not by program order, and the depths of two ranks may differ. Each
-/// differentiable collective therefore takes the one before it as a parent. Which one that is, is kept here, type-erased:
-/// this room knows no autodiff. Groups bound together share one order, since ranks that wait for each other in two groups
-/// in different orders would wait for ever; a training step has an order of its own.
-///
-/// Collectives of one order belong to one backward pass. Losses that get a pass each need an order each
-/// ([`ProcessGroup::with_order`]): a pass consumes the graph of all collectives before it in its order, also of those that
-/// its loss does not depend on.
-#[derive(Clone, Default)]
-pub struct ProgramOrder {
-    latest: Arc<Latest>,
-}
-
-type Latest = Mutex<Option<Box<dyn Any + Send>>>;
-
-impl ProgramOrder {
-    /// An order in which nothing has happened yet.
-    pub fn new() -> Self {
-        Self::default()
-    }
-
-    pub(crate) fn with<T>(&self, f: impl FnOnce(&mut Option<Box<dyn Any + Send>>) -> T) -> T {
-        f(&mut self.latest.lock().unwrap_or_else(PoisonError::into_inner))
-    }
-
-    /// For what the order itself refers to, and must not keep alive.
-    pub(crate) fn downgrade(&self) -> WeakProgramOrder {
-        WeakProgramOrder(Arc::downgrade(&self.latest))
-    }
-}
-
-/// An order that may have ended.
-#[derive(Debug, Clone)]
-pub(crate) struct WeakProgramOrder(Weak<Latest>);
-
-impl WeakProgramOrder {
-    pub(crate) fn upgrade(&self) -> Option<ProgramOrder> {
-        self.0.upgrade().map(|latest| ProgramOrder { latest })
-    }
-}
-
-impl fmt::Debug for ProgramOrder {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ProgramOrder").finish_non_exhaustive()
-    }
-}
-
-#[derive(Debug)]
-enum Transport {
+/// How the tensors of a group travel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Transport {
     /// A group of one: nothing travels.
     Solo,
-    /// Ranks are threads of this process.
-    Threads(Arc<Hub>),
+    /// Ranks are threads of this process, and read each other's tensors.
+    Threads,
+    /// Ranks are processes, and send each other bytes.
+    Processes,
 }
 
 #[derive(Debug)]
@@ -78,7 +34,8 @@ struct Shared {
     key: Arc<str>,
     ranks: Vec<usize>,
     rank: usize,
-    transport: Transport,
+    /// `None` for a group of one.
+    world: Option<Arc<World>>,
     next_number: AtomicU64,
     next_host_number: AtomicU64,
 }
@@ -93,30 +50,45 @@ pub struct ProcessGroup {
 impl ProcessGroup {
     /// A group of one rank. Every collective is the identity.
     pub fn solo() -> Self {
-        Self::from_parts("solo".into(), vec![0], 0, Transport::Solo)
+        Self::from_parts("solo".into(), vec![0], 0, None)
     }
 
-    pub(crate) fn threads(hub: &Arc<Hub>, key: Arc<str>, ranks: Vec<usize>, rank: usize) -> Self {
-        let transport = if ranks.len() == 1 {
-            Transport::Solo
-        } else {
-            Transport::Threads(hub.clone())
-        };
-        Self::from_parts(key, ranks, rank, transport)
+    pub(crate) fn of_world(
+        world: &Arc<World>,
+        key: Arc<str>,
+        ranks: Vec<usize>,
+        rank: usize,
+    ) -> Self {
+        let world = (ranks.len() > 1).then(|| world.clone());
+        Self::from_parts(key, ranks, rank, world)
     }
 
-    fn from_parts(key: Arc<str>, ranks: Vec<usize>, rank: usize, transport: Transport) -> Self {
+    fn from_parts(
+        key: Arc<str>,
+        ranks: Vec<usize>,
+        rank: usize,
+        world: Option<Arc<World>>,
+    ) -> Self {
         let shared = Shared {
             key,
             ranks,
             rank,
-            transport,
+            world,
             next_number: AtomicU64::new(0),
             next_host_number: AtomicU64::new(0),
         };
         Self {
             shared: Arc::new(shared),
             order: ProgramOrder::new(),
+        }
+    }
+
+    /// How the tensors of this group travel.
+    pub fn transport(&self) -> Transport {
+        match self.shared.world.as_deref() {
+            None => Transport::Solo,
+            Some(World::Threads(_)) => Transport::Threads,
+            Some(World::Processes(_)) => Transport::Processes,
         }
     }
 
@@ -159,7 +131,22 @@ impl ProcessGroup {
         self.shared.next_number.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Exchanges one value with every rank of the group; values come back in group order.
+    fn key(&self, host: bool, number: u64) -> MeetingKey {
+        MeetingKey {
+            group: self.shared.key.clone(),
+            host,
+            number,
+        }
+    }
+
+    fn attendance(&self) -> Attendance<'_> {
+        Attendance {
+            ranks: &self.shared.ranks,
+            index: self.shared.rank,
+        }
+    }
+
+    /// Exchanges a reference with every rank of the group; values come back in group order. For ranks that share memory.
     ///
     /// Every rank must call it, with an equal signature and the same `T`.
     pub(crate) fn meet<T: Send + Sync + 'static>(
@@ -168,68 +155,191 @@ impl ProcessGroup {
         signature: Signature,
         value: T,
     ) -> Result<Vec<Arc<T>>, CommError> {
-        self.meet_under(false, number, signature, value)
+        self.meet_in_memory(&self.key(false, number), signature, value)
     }
 
-    fn meet_under<T: Send + Sync + 'static>(
+    fn meet_in_memory<T: Send + Sync + 'static>(
         &self,
-        host: bool,
-        number: u64,
+        key: &MeetingKey,
         signature: Signature,
         value: T,
     ) -> Result<Vec<Arc<T>>, CommError> {
-        let hub = match &self.shared.transport {
-            Transport::Solo => return Ok(vec![Arc::new(value)]),
-            Transport::Threads(hub) => hub,
-        };
-        let key = MeetingKey {
-            group: self.shared.key.clone(),
-            host,
-            number,
-        };
-        let attendance = Attendance {
-            ranks: &self.shared.ranks,
-            index: self.shared.rank,
+        let hub = match self.shared.world.as_deref() {
+            None => return Ok(vec![Arc::new(value)]),
+            Some(World::Threads(hub)) => hub,
+            Some(World::Processes(_)) => {
+                return Err(CommError::Transport {
+                    group: self.shared.key.to_string(),
+                    what: signature.to_string(),
+                    reason: "its ranks are processes, which share no memory".to_owned(),
+                });
+            }
         };
         let wanted = std::any::type_name::<T>();
-        let parcels = hub.meet(&key, &attendance, signature.clone(), Arc::new(value))?;
+        let parcels = hub.meet(key, &self.attendance(), signature.clone(), Arc::new(value))?;
         parcels
             .into_iter()
             .zip(&self.shared.ranks)
             .map(|(parcel, &rank)| {
-                parcel.downcast::<T>().map_err(|_| CommError::Mismatch {
-                    group: self.shared.key.to_string(),
-                    number,
-                    rank,
-                    expected: format!("{signature} of {wanted}"),
-                    got: format!("{signature} of another backend"),
+                parcel.downcast::<T>().map_err(|_| {
+                    let got = format!("{signature} of another backend");
+                    self.mismatch(key, rank, format!("{signature} of {wanted}"), got)
                 })
             })
             .collect()
     }
 
-    /// Gathers a small host message from every rank, in group order. No device takes part.
+    fn mismatch(&self, key: &MeetingKey, rank: usize, expected: String, got: String) -> CommError {
+        CommError::Mismatch {
+            group: self.shared.key.to_string(),
+            number: key.number,
+            rank,
+            expected,
+            got,
+        }
+    }
+
+    /// Exchanges a host message with every rank of the group; messages come back in group order.
+    fn meet_on_host<T>(&self, signature: Signature, value: T) -> Result<Vec<T>, CommError>
+    where
+        T: Clone + Serialize + DeserializeOwned + Send + Sync + 'static,
+    {
+        let number = self.shared.next_host_number.fetch_add(1, Ordering::Relaxed);
+        let key = self.key(true, number);
+        if let Some(World::Processes(processes)) = self.shared.world.as_deref() {
+            return self.meet_as_bytes(processes, &key, signature, &value);
+        }
+        let values = self.meet_in_memory(&key, signature, value)?;
+        Ok(values.iter().map(|value| T::clone(value)).collect())
+    }
+
+    fn meet_as_bytes<T: Serialize + DeserializeOwned>(
+        &self,
+        processes: &Processes,
+        key: &MeetingKey,
+        signature: Signature,
+        value: &T,
+    ) -> Result<Vec<T>, CommError> {
+        let unsent = |error: postcard::Error| CommError::Transport {
+            group: self.shared.key.to_string(),
+            what: format!("{signature} of {}", std::any::type_name::<T>()),
+            reason: error.to_string(),
+        };
+        let bytes = postcard::to_stdvec(value).map_err(unsent)?;
+        let parcels = processes.meet(key, &self.attendance(), signature.clone(), bytes)?;
+        let decode = |(parcel, &rank): (&Arc<Vec<u8>>, &usize)| {
+            postcard::from_bytes(parcel).map_err(|error| {
+                let wanted = format!("{signature} of {}", std::any::type_name::<T>());
+                let got = format!("{signature} of something else ({error})");
+                let error = self.mismatch(key, rank, wanted, got);
+                self.fail(rank, &signature.label, FailureCause::Comm(error.clone()));
+                error
+            })
+        };
+        parcels.iter().zip(&self.shared.ranks).map(decode).collect()
+    }
+
+    /// Compares an operation's signature with every rank of the group, and waits until all have arrived at it. For ranks that
+    /// are processes, before they send each other anything.
+    pub(crate) fn rendezvous(&self, number: u64, signature: Signature) -> Result<(), CommError> {
+        let key = self.key(false, number);
+        match self.shared.world.as_deref() {
+            Some(World::Processes(processes)) => processes
+                .meet(&key, &self.attendance(), signature, Vec::new())
+                .map(|_| ()),
+            _ => self.meet_in_memory(&key, signature, ()).map(|_| ()),
+        }
+    }
+
+    /// Sends bytes to ranks of the group and receives as many as expected from others, as `(rank of the group, ..)`. What is
+    /// received comes back in the order of `receives`. For ranks that are processes, which have compared what they do before.
+    pub(crate) fn transfer(
+        &self,
+        number: u64,
+        op: &str,
+        sends: Vec<(usize, Arc<Vec<u8>>)>,
+        receives: &[(usize, usize)],
+    ) -> Result<Vec<Vec<u8>>, CommError> {
+        let world = match &self.shared.world {
+            Some(world) if !(sends.is_empty() && receives.is_empty()) => world,
+            _ => return Ok(Vec::new()),
+        };
+        let wire = match &**world {
+            World::Processes(Processes {
+                wire: Some(wire), ..
+            }) => wire,
+            _ => {
+                return Err(CommError::Transport {
+                    group: self.shared.key.to_string(),
+                    what: op.to_owned(),
+                    reason: "its world was launched for host messages only".to_owned(),
+                });
+            }
+        };
+        let ranks = &self.shared.ranks;
+        let sends = sends.into_iter().map(|(to, bytes)| (ranks[to], bytes));
+        let receives = receives.iter().map(|&(from, len)| (ranks[from], len));
+        let op = format!("{op} #{number} of group {}", self.shared.key);
+        let me = (ranks[self.shared.rank], number);
+        wire.transfer(world, me, &op, sends.collect(), receives.collect())
+    }
+
+    /// Notes, without waiting, that this rank has started tensor operation `number`; for transports whose ranks do not meet.
+    #[allow(
+        dead_code,
+        reason = "for transports that do not meet before they move tensors"
+    )]
+    pub(crate) fn record(&self, number: u64, signature: Signature) {
+        if let Some(world) = &self.shared.world {
+            let rank = self.shared.ranks[self.shared.rank];
+            world.record(rank, &self.key(false, number), signature);
+        }
+    }
+
+    /// Why tensor operation `number`, which every rank [records](Self::record), has not ended after `waited`: who differs from
+    /// the others, or who is missing and where it was last seen. It becomes the world's failure if there is none yet.
+    #[allow(
+        dead_code,
+        reason = "for transports that do not meet before they move tensors"
+    )]
+    pub(crate) fn diagnose(&self, number: u64, waited: std::time::Duration) -> Option<CommError> {
+        let world = self.shared.world.as_ref()?;
+        Some(world.diagnose(&self.attendance(), &self.key(false, number), waited))
+    }
+
+    /// The first failure of the world, as far as this rank has heard of it: for waits that are not waits of the control plane.
+    #[allow(
+        dead_code,
+        reason = "for transports that do not meet before they move tensors"
+    )]
+    pub(crate) fn failure(&self) -> Option<CommError> {
+        let failure = self.shared.world.as_ref()?.failure()?;
+        Some(failure.as_peer_failure())
+    }
+
+    /// Gathers a small host message from every rank, in group order. No device takes part; between processes the message
+    /// travels as the bytes of its `Serialize`.
     ///
     /// Every rank must call it with the same `label`. Errors as the module's protocol says.
-    pub fn host_all_gather<T: Clone + Send + Sync + 'static>(
-        &self,
-        label: &'static str,
-        value: T,
-    ) -> Result<Vec<T>, CommError> {
-        let number = self.shared.next_host_number.fetch_add(1, Ordering::Relaxed);
-        let values = self.meet_under(true, number, Signature::control(label), value)?;
-        Ok(values.iter().map(|value| T::clone(value)).collect())
+    pub fn host_all_gather<T>(&self, label: &'static str, value: T) -> Result<Vec<T>, CommError>
+    where
+        T: Clone + Serialize + DeserializeOwned + Send + Sync + 'static,
+    {
+        self.meet_on_host(Signature::control(label), value)
     }
 
     /// Checks that every rank holds an equal value, shown as `shown` in the error: [`CommError::Disagreement`] on all ranks.
     ///
     /// Every rank must call it.
-    pub fn agree<T: Clone + PartialEq + Send + Sync + 'static>(
+    pub fn agree<T>(
         &self,
         what: &'static str,
         value: T,
         shown: impl Fn(&T) -> String,
-    ) -> Result<(), CommError> {
+    ) -> Result<(), CommError>
+    where
+        T: Clone + PartialEq + Serialize + DeserializeOwned + Send + Sync + 'static,
+    {
         let values = self.host_all_gather(what, value)?;
         let Some((odd, expected)) = odd_one_out(&values) else {
             return Ok(());
@@ -279,8 +389,8 @@ impl ProcessGroup {
 
     /// Makes a rank's failure the world's first, if there is none yet.
     pub(crate) fn fail(&self, rank: usize, op: &str, cause: FailureCause) {
-        if let Transport::Threads(hub) = &self.shared.transport {
-            hub.fail(rank, Some(op.to_owned()), cause);
+        if let Some(world) = &self.shared.world {
+            world.fail(rank, Some(op.to_owned()), cause);
         }
     }
 
@@ -289,11 +399,10 @@ impl ProcessGroup {
     /// # Errors
     /// As the module's protocol says.
     pub fn barrier(&self) -> Result<(), CommError> {
-        let number = self.shared.next_host_number.fetch_add(1, Ordering::Relaxed);
         let signature = Signature {
             kind: CollectiveKind::Barrier,
             ..Signature::control("barrier")
         };
-        self.meet_under(true, number, signature, ()).map(|_| ())
+        self.meet_on_host(signature, ()).map(|_| ())
     }
 }

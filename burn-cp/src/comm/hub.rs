@@ -1,4 +1,5 @@
-//! Where ranks that are threads of one process meet: tensor transport and host control plane in one shared table.
+//! Where ranks meet: the table of a world. Ranks that are threads use it directly, for tensors and for host messages; ranks that
+//! are processes have it in rank 0's process and use it over TCP ([`tcp`](super::tcp)), for host messages only.
 
 use std::{
     any::Any,
@@ -8,9 +9,11 @@ use std::{
     time::{Duration, Instant},
 };
 
+use serde::{Deserialize, Serialize};
+
 use super::{
-    ProcessGroup,
     error::{CommError, FailureCause, RankFailure},
+    records::Records,
     signature::Signature,
 };
 
@@ -18,15 +21,16 @@ use super::{
 pub(crate) type Parcel = Arc<dyn Any + Send + Sync>;
 
 /// Identifies a meeting: the group's key, whether it is a host message, and the operation's number within the group.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(crate) struct MeetingKey {
+    #[serde(with = "group_name")]
     pub(crate) group: Arc<str>,
     pub(crate) host: bool,
     pub(crate) number: u64,
 }
 
 impl MeetingKey {
-    fn describe(&self, signature: &Signature) -> String {
+    pub(super) fn describe(&self, signature: &Signature) -> String {
         format!("{signature} #{} of group {}", self.number, self.group)
     }
 }
@@ -56,12 +60,13 @@ struct Waiting {
 }
 
 #[derive(Default)]
-struct State {
-    failure: Option<RankFailure>,
+pub(super) struct State {
+    pub(super) failure: Option<RankFailure>,
     meetings: HashMap<MeetingKey, Meeting>,
-    last_op: Vec<Option<String>>,
+    pub(super) last_op: Vec<Option<String>>,
     waiting: Vec<Option<Waiting>>,
-    ended: Vec<bool>,
+    pub(super) ended: Vec<bool>,
+    pub(super) records: Records,
 }
 
 impl State {
@@ -123,6 +128,8 @@ pub(crate) struct Hub {
     deadline: Duration,
     state: Mutex<State>,
     changed: Condvar,
+    /// Rings when the world has failed or a rank has ended, but not at every meeting.
+    settled: Condvar,
 }
 
 impl fmt::Debug for Hub {
@@ -152,6 +159,7 @@ impl Hub {
             deadline,
             state: Mutex::new(state),
             changed: Condvar::new(),
+            settled: Condvar::new(),
         })
     }
 
@@ -160,19 +168,24 @@ impl Hub {
     }
 
     // The table holds plain values, valid after any panic of a holder.
-    fn lock(&self) -> MutexGuard<'_, State> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Records the first failure of the world and wakes everybody.
     pub(crate) fn fail(&self, rank: usize, op: Option<String>, cause: FailureCause) {
-        let mut state = self.lock();
-        Self::record(&mut state, rank, op, cause);
-        drop(state);
-        self.changed.notify_all();
+        self.note(&mut self.lock(), rank, op, cause);
     }
 
-    fn record(state: &mut State, rank: usize, op: Option<String>, cause: FailureCause) {
+    pub(super) fn note(
+        &self,
+        state: &mut State,
+        rank: usize,
+        op: Option<String>,
+        cause: FailureCause,
+    ) {
+        self.changed.notify_all();
+        self.settled.notify_all();
         if state.failure.is_none() {
             let op = op.unwrap_or_else(|| match state.last_op.get(rank) {
                 Some(Some(last)) => format!("its own code, after {last}"),
@@ -190,6 +203,39 @@ impl Hub {
     pub(crate) fn end(&self, rank: usize) {
         self.lock().ended[rank] = true;
         self.changed.notify_all();
+        self.settled.notify_all();
+    }
+
+    /// How long a rank waits for its peers.
+    pub(crate) fn deadline(&self) -> Duration {
+        self.deadline
+    }
+
+    /// Waits until the world has failed or `done` holds of which ranks have ended, at most for `timeout`: the failure, and
+    /// whether `done` holds.
+    pub(crate) fn wait_settled(
+        &self,
+        timeout: Duration,
+        done: impl Fn(&[bool]) -> bool,
+    ) -> (Option<RankFailure>, bool) {
+        let state = self
+            .settled
+            .wait_timeout_while(self.lock(), timeout, |state| {
+                state.failure.is_none() && !done(&state.ended)
+            })
+            .unwrap_or_else(PoisonError::into_inner)
+            .0;
+        (state.failure.clone(), done(&state.ended))
+    }
+
+    /// Waits until `done` holds of which ranks have ended, at most for `timeout`. Whether it does.
+    pub(crate) fn wait_ended(&self, timeout: Duration, done: impl Fn(&[bool]) -> bool) -> bool {
+        let state = self
+            .settled
+            .wait_timeout_while(self.lock(), timeout, |state| !done(&state.ended))
+            .unwrap_or_else(PoisonError::into_inner)
+            .0;
+        done(&state.ended)
     }
 
     /// Leaves a parcel and waits for those of the other ranks; returned in the order of `attendance.ranks`.
@@ -243,13 +289,8 @@ impl Hub {
             let waited = start.elapsed();
             if let Some((culprit, its_op, error)) = self.give_up(&state, key, &missing, &op, waited)
             {
-                Self::record(
-                    &mut state,
-                    culprit,
-                    Some(its_op),
-                    FailureCause::Comm(error.clone()),
-                );
-                self.changed.notify_all();
+                let cause = FailureCause::Comm(error.clone());
+                self.note(&mut state, culprit, Some(its_op), cause);
                 return Err(error);
             }
             state = self
@@ -260,6 +301,23 @@ impl Hub {
         }
         state.waiting[rank] = None;
         self.collect(state, key, attendance, op)
+    }
+
+    /// [`Self::meet`] for ranks that are processes: parcels are bytes.
+    pub(crate) fn meet_bytes(
+        &self,
+        key: &MeetingKey,
+        attendance: &Attendance<'_>,
+        signature: Signature,
+        bytes: Vec<u8>,
+    ) -> Result<Vec<Arc<Vec<u8>>>, CommError> {
+        let parcels = self.meet(key, attendance, signature, Arc::new(bytes))?;
+        let bytes = |parcel: Parcel| {
+            parcel
+                .downcast()
+                .expect("ranks that are processes leave bytes")
+        };
+        Ok(parcels.into_iter().map(bytes).collect())
     }
 
     /// Whether waiting on is useless: whose fault it is, in which operation, and the error.
@@ -325,14 +383,8 @@ impl Hub {
                 got: signatures[odd].to_string(),
             };
             let its_op = key.describe(&signatures[odd]);
-            Self::record(
-                &mut state,
-                attendance.ranks[odd],
-                Some(its_op),
-                FailureCause::Comm(error.clone()),
-            );
-            drop(state);
-            self.changed.notify_all();
+            let cause = FailureCause::Comm(error.clone());
+            self.note(&mut state, attendance.ranks[odd], Some(its_op), cause);
             return Err(error);
         }
         Ok(parcels)
@@ -352,53 +404,17 @@ pub(crate) fn odd_one_out<T: PartialEq>(values: &[T]) -> Option<(usize, usize)> 
     Some((odd, expected))
 }
 
-/// A rank's place in its world, handed to its closure by [`launch`](crate::launch).
-#[derive(Debug, Clone)]
-pub struct RankContext {
-    rank: usize,
-    hub: Arc<Hub>,
-    /// Groups that are bound twice share their numbering, so that no number is used twice.
-    groups: Arc<Mutex<HashMap<Arc<str>, ProcessGroup>>>,
-}
+/// A shared name travels as text.
+mod group_name {
+    use std::sync::Arc;
 
-impl RankContext {
-    pub(crate) fn new(rank: usize, hub: Arc<Hub>) -> Self {
-        Self {
-            rank,
-            hub,
-            groups: Arc::default(),
-        }
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    pub(super) fn serialize<S: Serializer>(name: &Arc<str>, to: S) -> Result<S::Ok, S::Error> {
+        to.serialize_str(name)
     }
 
-    /// This rank, in `0..world_size`.
-    pub fn rank(&self) -> usize {
-        self.rank
-    }
-
-    /// Number of ranks.
-    pub fn world_size(&self) -> usize {
-        self.hub.world_size()
-    }
-
-    /// A world of one rank, without threads and without communication.
-    pub fn solo() -> Self {
-        Self::new(0, Hub::new(1, super::DEFAULT_DEADLINE))
-    }
-
-    pub(crate) fn hub(&self) -> &Arc<Hub> {
-        &self.hub
-    }
-
-    /// The group of this name. A name stands for the same ranks wherever it is used.
-    pub(crate) fn group(&self, name: &str, ranks: Vec<usize>) -> ProcessGroup {
-        let mut groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
-        let made = groups.entry(name.into()).or_insert_with(|| {
-            let index = ranks
-                .iter()
-                .position(|&rank| rank == self.rank)
-                .unwrap_or_default();
-            ProcessGroup::threads(&self.hub, name.into(), ranks, index)
-        });
-        made.clone()
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Arc<str>, D::Error> {
+        String::deserialize(from).map(Into::into)
     }
 }

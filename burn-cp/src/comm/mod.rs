@@ -16,24 +16,38 @@
 //! * a rank does not arrive before the deadline, or ended without arriving: [`CommError::Timeout`], [`CommError::PeerLeft`].
 //!
 //! The first failure of a world is kept and is the one that the launcher reports.
+//!
+//! Ranks that are threads meet in memory. Ranks that are processes meet in rank 0's process, over TCP (`tcp`), with host messages
+//! as bytes, and send each other the rows of tensors over a wire of their own (`mpi`).
 
 mod bind;
 mod error;
 mod group;
 mod hub;
+mod mpi;
+mod order;
+mod records;
 mod signature;
+mod tcp;
 #[cfg(test)]
 mod tests;
+mod world;
 
 pub use bind::{Groups, bind};
 pub use error::{CommError, FailureCause, RankFailure};
-pub use group::{ProcessGroup, ProgramOrder};
-pub use hub::RankContext;
+pub use group::{ProcessGroup, Transport};
+pub use mpi::MpiError;
+pub use order::ProgramOrder;
 pub use signature::{CollectiveKind, Signature};
+pub use tcp::{ConnectError, Refusal};
+pub use world::RankContext;
 
 pub(crate) use error::panic_message;
-pub(crate) use group::WeakProgramOrder;
 pub(crate) use hub::{Hub, odd_one_out};
+pub(crate) use mpi::{MPI_AVAILABLE, MpiWire};
+pub(crate) use order::WeakProgramOrder;
+pub(crate) use tcp::{Client, Listener};
+pub(crate) use world::{Control, Processes, World};
 
 /// How long a rank waits for its peers unless told otherwise: ten minutes.
 pub const DEFAULT_DEADLINE: std::time::Duration = std::time::Duration::from_secs(600);

@@ -1,9 +1,11 @@
 //! What ranks compare before they exchange anything.
 
-use std::fmt;
+use std::{borrow::Cow, fmt};
+
+use serde::{Deserialize, Serialize};
 
 /// Kind of an operation between ranks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum CollectiveKind {
     /// Every rank receives the concatenation of all parts.
@@ -43,12 +45,12 @@ impl fmt::Display for CollectiveKind {
 }
 
 /// What all ranks of a group must agree on before they exchange anything.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Signature {
     /// Kind of operation.
     pub kind: CollectiveKind,
     /// What the caller does with it, for messages ("attention", "vision", ..).
-    pub label: &'static str,
+    pub label: Cow<'static, str>,
     /// Element type, empty for host messages.
     pub dtype: String,
     /// Shape; `None` where ranks may differ.
@@ -66,7 +68,7 @@ impl Signature {
     pub fn control(label: &'static str) -> Self {
         Self {
             kind: CollectiveKind::Control,
-            label,
+            label: label.into(),
             dtype: String::new(),
             shape: Vec::new(),
             arguments: String::new(),

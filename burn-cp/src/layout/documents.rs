@@ -3,10 +3,12 @@
 
 use std::ops::Range;
 
+use serde::{Deserialize, Serialize};
+
 use super::LayoutError;
 
 /// One document: a set of tokens of one batch row that attend to each other and to nothing else.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Document {
     /// Real tokens, as ordered, disjoint, half-open runs of token indices of the row.
     ///
@@ -41,10 +43,26 @@ impl Document {
 ///
 /// Tokens outside every run are padding: they are never keys, and no document counts them. A document
 /// without tokens is legal and owns none; a row without documents is all padding.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(try_from = "Unchecked")]
 pub struct Documents {
     seq_len: usize,
     rows: Vec<Vec<Document>>,
+}
+
+/// A table as it was read.
+#[derive(Deserialize)]
+struct Unchecked {
+    seq_len: usize,
+    rows: Vec<Vec<Document>>,
+}
+
+impl TryFrom<Unchecked> for Documents {
+    type Error = LayoutError;
+
+    fn try_from(read: Unchecked) -> Result<Self, LayoutError> {
+        Self::from_runs(read.rows, read.seq_len)
+    }
 }
 
 impl Documents {

@@ -2,6 +2,8 @@
 
 use std::collections::HashSet;
 
+use serde::{Deserialize, Serialize};
+
 use super::LayoutError;
 
 /// A map from the tokens of a batch as it came to the slots of the rows that are sharded.
@@ -17,12 +19,45 @@ use super::LayoutError;
 /// assert_eq!(placement.restore(&[7, 8, 0, 0, 10, 0], -9)?, [7, 8, -9, 10]);
 /// # Ok::<(), burn_cp::layout::LayoutError>(())
 /// ```
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(try_from = "Unchecked")]
 pub struct Placement {
     input_size: [usize; 2],
     placed_size: [usize; 2],
     /// For each token, rows one behind the other, its slot among all slots, rows one behind the other.
     targets: Vec<Option<usize>>,
+}
+
+/// A placement as it was read.
+#[derive(Deserialize)]
+struct Unchecked {
+    input_size: [usize; 2],
+    placed_size: [usize; 2],
+    targets: Vec<Option<usize>>,
+}
+
+impl TryFrom<Unchecked> for Placement {
+    type Error = String;
+
+    fn try_from(read: Unchecked) -> Result<Self, String> {
+        let count = |[rows, len]: [usize; 2]| rows.checked_mul(len).filter(|count| *count > 0);
+        let (tokens, slots) = (count(read.input_size), count(read.placed_size));
+        let mut taken = HashSet::new();
+        let mut targets = read.targets.iter().flatten();
+        if tokens != Some(read.targets.len())
+            || !targets.all(|slot| slots > Some(*slot) && taken.insert(*slot))
+        {
+            return Err(format!(
+                "placement: expected {:?} tokens with slots of their own below {:?}, got {:?}",
+                read.input_size, read.placed_size, read.targets
+            ));
+        }
+        Ok(Self {
+            input_size: read.input_size,
+            placed_size: read.placed_size,
+            targets: read.targets,
+        })
+    }
 }
 
 impl Placement {

@@ -1,9 +1,10 @@
 //! What can be wrong with a mesh or with a question put to it.
 
+use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 /// Why a mesh was refused, or why a question about it has no answer.
-#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[derive(Debug, Clone, PartialEq, Eq, Error, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum MeshError {
     /// The list of axes was empty.

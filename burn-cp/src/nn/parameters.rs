@@ -6,11 +6,12 @@ use burn::{
     module::{Module, ModuleVisitor, Param},
     tensor::Tensor,
 };
+use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use crate::{
     collectives::CollectiveBackend,
-    comm::{CommError, FailureCause, ProcessGroup, odd_one_out},
+    comm::{CommError, FailureCause, ProcessGroup, Transport, odd_one_out},
     sharder::CapabilityError,
 };
 
@@ -53,7 +54,7 @@ pub enum ParameterError {
     Comm(#[from] CommError),
 }
 
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 struct Fingerprint {
     path: String,
     shape: Vec<usize>,
@@ -118,6 +119,10 @@ pub fn check_parameters<B: CollectiveBackend, M: Module<B>>(
 ) -> Result<(), ParameterError> {
     let mut mine = Collect::default();
     module.visit(&mut mine);
+    if group.transport() == Transport::Processes {
+        // Every process counts its leaves anew, and holds them alone.
+        mine.found.iter_mut().for_each(|found| found.leaf = None);
+    }
     let all = group.host_all_gather("parameters", mine.found)?;
     let found =
         shared_leaf(&all, group.global_ranks()).or_else(|| difference(&all, group.global_ranks()));

@@ -4,6 +4,8 @@ use std::{collections::BTreeMap, sync::Arc};
 
 use burn::tensor::{DType, Shape, Tensor, TensorData, TensorPrimitive, backend::Backend};
 
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
 use super::{ContextParallel, StepError};
 use crate::{
     attention::ContextParallelBackend,
@@ -13,7 +15,7 @@ use crate::{
 };
 
 /// What travels on the host, and what the tensors that follow look like.
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 struct Parcel {
     ids: Option<TensorData>,
     labels: Option<TensorData>,
@@ -29,10 +31,26 @@ struct Parcel {
     tensors: Vec<Form>,
 }
 
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 struct Form {
     shape: Shape,
     dtype: DType,
+}
+
+/// A parcel that ranks which share memory do not copy.
+#[derive(Debug, Clone)]
+struct Shared(Arc<Parcel>);
+
+impl Serialize for Shared {
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        self.0.serialize(to)
+    }
+}
+
+impl<'de> Deserialize<'de> for Shared {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        Parcel::deserialize(from).map(|parcel| Self(Arc::new(parcel)))
+    }
 }
 
 impl ContextParallel {
@@ -55,7 +73,7 @@ impl ContextParallel {
     ) -> Result<SequenceBatch<B>, StepError> {
         let group = self.group();
         let tensors = batch.as_ref().map(tensors_of).unwrap_or_default();
-        let parcel = batch.map(|batch| Arc::new(Parcel::new(batch, &tensors)));
+        let parcel = batch.map(|batch| Shared(Arc::new(Parcel::new(batch, &tensors))));
         // Everything that could be wrong is compared by all ranks alike.
         let messages = group.host_all_gather("broadcast_batch", (root, parcel))?;
         let roots: Vec<usize> = messages.iter().map(|(root, _)| *root).collect();
@@ -69,7 +87,7 @@ impl ContextParallel {
         let holders: Vec<usize> = (0..messages.len())
             .filter(|&rank| messages[rank].1.is_some())
             .collect();
-        let (Some(parcel), [_]) = (&messages[root].1, &holders[..]) else {
+        let (Some(Shared(parcel)), [_]) = (&messages[root].1, &holders[..]) else {
             return Err(StepError::Invalid {
                 what: "ranks that give broadcast_batch a batch".into(),
                 expected: format!("{:?}", [root]),

@@ -1,6 +1,7 @@
 //! What can go wrong around a vision tower.
 
 use burn::tensor::DType;
+use serde::{Deserialize, Serialize};
 
 use super::PartitionError;
 use crate::comm::CommError;
@@ -68,7 +69,7 @@ pub enum VisionError {
 }
 
 /// What a vision tower did wrong.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum TowerFault {
     /// It panicked.

@@ -4,11 +4,13 @@ use std::fmt;
 
 use burn::tensor::{DType, backend::Backend};
 
+use serde::{Deserialize, Serialize};
+
 use super::{TowerFault, VisionFeatures};
 use crate::comm::odd_one_out;
 
 /// What the outputs of all towers must have in common.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct OutputForm {
     /// Of the embeddings, then of each deepstack layer.
     pub(super) widths: Vec<usize>,

@@ -71,7 +71,7 @@ pub enum ModelSize {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct TrainConfig {
-    /// Number of ranks, threads of one process.
+    /// Number of ranks: threads of one process, or processes, whose number then counts.
     pub ranks: usize,
     /// Ranks along the data-parallel axis; the others share each sequence.
     pub dp: usize,

@@ -6,12 +6,13 @@ use burn_cp::{
     nn::SequenceModel,
     sharder::{ContextParallel, IGNORED_LABEL, StepError},
 };
+use serde::{Deserialize, Serialize};
 
 use super::{TrainConfig, to_batch};
 use crate::data::PackSource;
 
 /// Answer digits, and how many of them were the model's first choice given all tokens before.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Score {
     /// Digits that were right.
     pub num_right: u64,

@@ -27,5 +27,5 @@ pub use evaluate::{Score, evaluate};
 pub use outcome::{Outcome, max_rel_diff, max_rel_grad_diff};
 pub use report::{ReportError, Reporter, Summary};
 #[cfg(feature = "flex")]
-pub use run::{RunError, TrainArgs, run};
-pub use worker::{TrainBackend, WorkerError, train};
+pub use run::{Launch, RunError, TrainArgs, run};
+pub use worker::{TrainBackend, WorkerError, train, train_as_process};

@@ -126,6 +126,16 @@ impl Reporter {
         Ok(reporter)
     }
 
+    /// A report that writes nothing: for a rank that is another process than rank 0, and reads rank 0's checkpoints in `out`.
+    pub fn reader(out: &Path) -> Self {
+        Self {
+            out: out.to_owned(),
+            bar: ProgressBar::hidden(),
+            metrics: Mutex::default(),
+            interrupt: Arc::default(),
+        }
+    }
+
     /// The flag that asks the run to checkpoint and stop at the next step.
     pub fn interrupt(&self) -> Arc<AtomicBool> {
         self.interrupt.clone()

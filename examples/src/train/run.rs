@@ -6,23 +6,37 @@ use std::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
+    time::Duration,
 };
 
 use burn::backend::{Autodiff, Flex, autodiff::checkpoint::strategy::BalancedCheckpointing};
-use burn_cp::launch::LaunchError;
-use clap::Parser;
+use burn_cp::launch::{LaunchError, Place, Process, ProcessOptions};
+use clap::{Parser, ValueEnum};
 
 use super::{
     CheckpointError, Checkpointing, ConfigFileError, Exchange, Layout, ModelSize, Outcome,
     ReportError, Reporter, Summary, TrainConfig, TrainConfigError, Vision, load_config,
-    max_rel_diff, max_rel_grad_diff, report::checkpoints_in, train,
+    max_rel_diff, max_rel_grad_diff, report::checkpoints_in, train, train_as_process,
 };
+
+/// How ranks are started.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
+pub enum Launch {
+    /// As threads of this process.
+    #[default]
+    Threads,
+    /// As processes that torchrun, mpirun or srun have started, this one among them.
+    Env,
+}
 
 /// Train a small Qwen3-VL to read handwritten digits, its sequences and its vision tower sharded over ranks.
 #[derive(Debug, Clone, Parser)]
 #[command(name = "train-vlm", version)]
 pub struct TrainArgs {
-    /// Number of ranks, threads of this process [default: 2]
+    /// How ranks are started: as threads of this process, or as processes by torchrun, mpirun or srun
+    #[arg(long, value_enum, default_value_t)]
+    pub launch: Launch,
+    /// Number of ranks where they are threads [default: 2]
     #[arg(long)]
     pub ranks: Option<usize>,
     /// Ranks along the data-parallel axis; the mesh is dp x (ranks / dp) [default: 1]
@@ -100,6 +114,12 @@ pub enum RunError {
         /// Largest relative difference of a gradient.
         gradient: f64,
     },
+    /// Flags that contradict each other.
+    #[error("--ranks {ranks} with --launch env: the number of ranks is that of the processes")]
+    RanksOfProcesses {
+        /// What `--ranks` says.
+        ranks: usize,
+    },
     /// Ctrl-C cannot be caught.
     #[error("cannot listen for Ctrl-C: {0}")]
     Interrupt(#[from] ctrlc::Error),
@@ -111,6 +131,11 @@ impl TrainArgs {
     /// # Errors
     /// A file that cannot be used, or a field out of range.
     pub fn resolve(&self) -> Result<TrainConfig, RunError> {
+        self.resolve_for(None)
+    }
+
+    /// [`Self::resolve`] for so many processes.
+    fn resolve_for(&self, processes: Option<usize>) -> Result<TrainConfig, RunError> {
         let mut config = match &self.config {
             Some(path) => load_config(path)?,
             None => TrainConfig::default(),
@@ -133,6 +158,9 @@ impl TrainArgs {
         );
         flags!(checkpoint_every);
         config.freeze_vision |= self.freeze_vision;
+        if let Some(processes) = processes {
+            config.ranks = processes;
+        }
         config.validate()?;
         Ok(config)
     }
@@ -140,32 +168,80 @@ impl TrainArgs {
 
 /// Runs the program: trains, compares if asked to, writes everything. Whether the run was interrupted.
 ///
+/// Where ranks are processes, every one of them calls it; rank 0 prints and writes, the others only train.
+///
 /// # Errors
-/// A wrong flag or file, a folder that cannot be written, a checkpoint that cannot be used, or a rank that failed.
+/// A wrong flag or file, a folder that cannot be written, a checkpoint that cannot be used, an environment that describes no rank,
+/// or a rank that failed.
 pub fn run(args: &TrainArgs) -> Result<bool, RunError> {
-    let config = args.resolve()?;
+    match args.launch {
+        Launch::Threads => report_run(args, args.resolve()?, Ranks::Threads),
+        Launch::Env => {
+            if let Some(ranks) = args.ranks {
+                return Err(RunError::RanksOfProcesses { ranks });
+            }
+            let place = Place::from_env().map_err(LaunchError::from)?;
+            let config = args.resolve_for(Some(place.world_size))?;
+            let options = ProcessOptions {
+                deadline: Duration::from_secs(config.deadline_seconds),
+                ..ProcessOptions::default()
+            };
+            if place.rank == 0 {
+                // Connects behind what can fail on this rank alone.
+                return report_run(args, config, Ranks::Processes(place, options));
+            }
+            let resumed = args
+                .resume
+                .then(|| checkpoints_in(&args.out).latest(&config));
+            resumed.transpose()?;
+            let reporter = Reporter::reader(&args.out);
+            catch_interrupts(reporter.interrupt(), Arc::default())?;
+            let ranks = Ranks::Processes(place, options);
+            let outcome =
+                train_on_cpu(&config, ranks, Some(&reporter), (args.resume, args.compare))?;
+            Ok(outcome.steps_done < config.steps)
+        }
+    }
+}
+
+/// The ranks of a run.
+enum Ranks {
+    Threads,
+    /// This process is one of them.
+    Processes(Place, ProcessOptions),
+}
+
+/// Asks the run to stop on the first Ctrl-C. A second one does not wait for the step to end; what is written is whole either way.
+/// Behind the run itself nothing is left to save.
+fn catch_interrupts(interrupt: Arc<AtomicBool>, done: Arc<AtomicBool>) -> Result<(), ctrlc::Error> {
+    ctrlc::set_handler(move || {
+        if interrupt.swap(true, Ordering::Relaxed) || done.load(Ordering::Relaxed) {
+            std::process::exit(130);
+        }
+    })
+}
+
+/// The run of a rank that prints and writes.
+fn report_run(args: &TrainArgs, config: TrainConfig, ranks: Ranks) -> Result<bool, RunError> {
     let resumed = if args.resume {
         Some(checkpoints_in(&args.out).latest(&config)?)
     } else {
         None
     };
     let reporter = Reporter::new(&args.out, config.steps, resumed.as_ref())?;
-    let (interrupt, done) = (reporter.interrupt(), Arc::new(AtomicBool::new(false)));
-    let written = done.clone();
-    ctrlc::set_handler(move || {
-        // A second Ctrl-C does not wait for the step to end; what is written is whole either way. Behind the run itself
-        // nothing is left to save.
-        if interrupt.swap(true, Ordering::Relaxed) || written.load(Ordering::Relaxed) {
-            std::process::exit(130);
-        }
-    })?;
+    let done = Arc::new(AtomicBool::new(false));
+    catch_interrupts(reporter.interrupt(), done.clone())?;
     let mesh = config.mesh()?;
+    let kind = match ranks {
+        Ranks::Threads => "threads",
+        Ranks::Processes(..) => "processes",
+    };
     reporter.print(&format!(
-        "{mesh} on CPU threads, {:?} layout, {:?} exchange",
+        "{mesh} on CPU {kind}, {:?} layout, {:?} exchange",
         config.layout, config.exchange
     ));
     reporter.start();
-    let outcome = train_on_cpu(&config, Some(&reporter), args.resume, args.compare)?;
+    let outcome = train_on_cpu(&config, ranks, Some(&reporter), (args.resume, args.compare))?;
     let interrupted = outcome.steps_done < config.steps;
     let final_loss = outcome.losses.last().copied().unwrap_or(f64::NAN);
     reporter.row(
@@ -175,41 +251,64 @@ pub fn run(args: &TrainArgs) -> Result<bool, RunError> {
         outcome.heldout.accuracy(),
     );
     reporter.finish();
-    let mut curves = vec![(format!("{mesh}"), outcome.losses.clone())];
     let mut summary = summarize(&config, &outcome, interrupted);
+    let curves = vec![(format!("{mesh}"), outcome.losses.clone())];
     reporter.draw(&curves)?;
     reporter.write_summary(&summary)?;
     done.store(true, Ordering::Relaxed);
     if args.compare && !interrupted {
-        println!("training with one rank from the same start ...");
-        let reference = train_on_cpu(&config.on_one_rank(), None, false, true)?;
-        let grads = |outcome: &Outcome| outcome.first_gradients.clone().unwrap_or_default();
-        let loss = max_rel_diff(&outcome.losses, &reference.losses);
-        let gradient = max_rel_grad_diff(&grads(&outcome), &grads(&reference));
-        if !(loss.is_finite() && gradient.is_finite()) {
-            return Err(RunError::Incomparable { loss, gradient });
-        }
-        summary.max_rel_diff = Some(loss);
-        summary.max_rel_grad_diff = Some(gradient);
-        curves.push(("one rank".to_owned(), reference.losses));
-        reporter.draw(&curves)?;
-        reporter.write_summary(&summary)?;
+        compare(&config, &outcome, (&reporter, curves), &mut summary)?;
     }
     show(&summary, &args.out);
     Ok(interrupted)
 }
 
+/// Trains with one rank as well, and reports how far the two are apart.
+fn compare(
+    config: &TrainConfig,
+    outcome: &Outcome,
+    (reporter, mut curves): (&Reporter, Vec<(String, Vec<f64>)>),
+    summary: &mut Summary,
+) -> Result<(), RunError> {
+    println!("training with one rank from the same start ...");
+    let reference = train_on_cpu(&config.on_one_rank(), Ranks::Threads, None, (false, true))?;
+    let grads = |outcome: &Outcome| outcome.first_gradients.clone().unwrap_or_default();
+    let loss = max_rel_diff(&outcome.losses, &reference.losses);
+    let gradient = max_rel_grad_diff(&grads(outcome), &grads(&reference));
+    if !(loss.is_finite() && gradient.is_finite()) {
+        return Err(RunError::Incomparable { loss, gradient });
+    }
+    summary.max_rel_diff = Some(loss);
+    summary.max_rel_grad_diff = Some(gradient);
+    curves.push(("one rank".to_owned(), reference.losses));
+    reporter.draw(&curves)?;
+    Ok(reporter.write_summary(summary)?)
+}
+
 /// Trains on Flex, with the checkpointing strategy that the run asks for.
 fn train_on_cpu(
     config: &TrainConfig,
+    ranks: Ranks,
     reporter: Option<&Reporter>,
-    resume: bool,
-    keep_gradients: bool,
+    (resume, keep_gradients): (bool, bool),
 ) -> Result<Outcome, LaunchError> {
-    match config.checkpointing {
-        Checkpointing::None => train::<Autodiff<Flex>>(config, reporter, resume, keep_gradients),
-        Checkpointing::Balanced => {
-            train::<Autodiff<Flex, BalancedCheckpointing>>(config, reporter, resume, keep_gradients)
+    type Balanced = Autodiff<Flex, BalancedCheckpointing>;
+    let process = match ranks {
+        Ranks::Threads => None,
+        Ranks::Processes(place, options) => Some(Process::join(&place, options)?),
+    };
+    match (config.checkpointing, process) {
+        (Checkpointing::None, None) => {
+            train::<Autodiff<Flex>>(config, reporter, resume, keep_gradients)
+        }
+        (Checkpointing::None, Some(process)) => {
+            train_as_process::<Autodiff<Flex>>(process, config, reporter, resume, keep_gradients)
+        }
+        (Checkpointing::Balanced, None) => {
+            train::<Balanced>(config, reporter, resume, keep_gradients)
+        }
+        (Checkpointing::Balanced, Some(process)) => {
+            train_as_process::<Balanced>(process, config, reporter, resume, keep_gradients)
         }
     }
 }

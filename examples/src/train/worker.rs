@@ -11,13 +11,14 @@ use burn::{
 use burn_cp::{
     attention::{ContextParallelBackend, InnerAttention},
     comm::{self, CommError, Groups, RankContext},
-    launch::{self, LaunchError, ThreadsOptions},
+    launch::{self, LaunchError, Process, ThreadsOptions},
     layout::LayoutError,
     nn::{ParameterError, SequenceModel, SequenceSharded},
     optim::{GradientSync, clip_by_global_norm},
     plan::{ExchangeStrategy, MaskKind},
     sharder::{ContextParallel, CpStep, StepError},
 };
+use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::{
@@ -105,10 +106,31 @@ where
     Ok(outcomes.into_iter().next().unwrap_or_default())
 }
 
+/// [`train`] where this process is one rank of the world, and the others train in theirs.
+///
+/// Every process calls it with the same `config`, whose number of ranks is that of processes, and either all or none with a
+/// `reporter`; those of ranks other than 0 only read ([`Reporter::reader`]).
+///
+/// # Errors
+/// The first failure of the world.
+pub fn train_as_process<B: TrainBackend>(
+    process: Process,
+    config: &TrainConfig,
+    reporter: Option<&Reporter>,
+    resume: bool,
+    keep_gradients: bool,
+) -> Result<Outcome, LaunchError>
+where
+    B::Device: Default,
+{
+    process.run(|rank| Worker::<B>::new(config, &rank, reporter)?.run(resume, keep_gradients))
+}
+
 struct Worker<'a, B: TrainBackend> {
     config: &'a TrainConfig,
     /// Rank 0 only.
     reporter: Option<&'a Reporter>,
+    /// Every rank: checkpoints are read, and interrupts heard, by all.
     shared: Option<&'a Reporter>,
     device: B::Device,
     groups: Groups,
@@ -121,7 +143,7 @@ struct Worker<'a, B: TrainBackend> {
 }
 
 /// What this rank has done so far.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Copy, Default, Serialize, Deserialize)]
 struct Counts {
     frames: u64,
     kv_tokens: u64,
@@ -292,7 +314,7 @@ where
         }
         let last = state.step == self.config.steps;
         // Every rank hears of an interrupt at the same step.
-        let interrupted = self.reporter.is_some_and(Reporter::is_interrupted);
+        let interrupted = self.shared.is_some_and(Reporter::is_interrupted);
         let world = self.groups.world()?;
         let stop = world
             .host_all_gather("interrupt", interrupted)?

@@ -1,0 +1,218 @@
+//! What ranks say of operations in which they do not meet: read when one of them does not end.
+
+use std::{
+    collections::{HashMap, VecDeque},
+    sync::Arc,
+    time::Duration,
+};
+
+use super::{
+    error::{CommError, FailureCause},
+    hub::{Attendance, Hub, MeetingKey, odd_one_out},
+    signature::Signature,
+};
+
+/// How many operations of a group are remembered per rank. A rank that is further ahead has long been waited for.
+const KEPT: usize = 256;
+
+/// The latest operations of one rank in one group, by number.
+type Calls = VecDeque<(u64, Signature)>;
+
+/// The latest operations of every rank, by group.
+#[derive(Default)]
+pub(super) struct Records {
+    groups: HashMap<Arc<str>, HashMap<usize, Calls>>,
+}
+
+/// What the records say of an operation that does not end.
+#[derive(Debug, PartialEq)]
+pub(super) enum Verdict {
+    /// `rank` called something else than most ranks, in operation `number`.
+    Mismatch {
+        number: u64,
+        rank: usize,
+        expected: Box<Signature>,
+        got: Box<Signature>,
+    },
+    /// These ranks have not started it; where all have, those that were asked about.
+    Missing(Vec<usize>),
+}
+
+impl Records {
+    pub(super) fn note(
+        &mut self,
+        group: &Arc<str>,
+        rank: usize,
+        number: u64,
+        signature: Signature,
+    ) {
+        let ranks = self.groups.entry(group.clone()).or_default();
+        let latest = ranks.entry(rank).or_default();
+        if latest.len() == KEPT {
+            latest.pop_front();
+        }
+        latest.push_back((number, signature));
+    }
+
+    /// Compares what `ranks` have called up to operation `number`.
+    pub(super) fn judge(&self, group: &str, ranks: &[usize], number: u64) -> Verdict {
+        let none = VecDeque::new();
+        let of = |rank: &usize| {
+            self.groups
+                .get(group)
+                .and_then(|all| all.get(rank))
+                .unwrap_or(&none)
+        };
+        let mut numbers: Vec<u64> = (ranks.iter().flat_map(|rank| of(rank).iter()))
+            .map(|(at, _)| *at)
+            .filter(|at| *at <= number)
+            .collect();
+        numbers.sort_unstable();
+        numbers.dedup();
+        for at in numbers {
+            let (who, called): (Vec<usize>, Vec<&Signature>) = ranks
+                .iter()
+                .filter_map(|rank| {
+                    let found = of(rank).iter().find(|(number, _)| *number == at)?;
+                    Some((*rank, &found.1))
+                })
+                .unzip();
+            if let Some((odd, expected)) = odd_one_out(&called) {
+                return Verdict::Mismatch {
+                    number: at,
+                    rank: who[odd],
+                    expected: called[expected].clone().into(),
+                    got: called[odd].clone().into(),
+                };
+            }
+        }
+        let behind = |rank: &&usize| of(rank).back().is_none_or(|(at, _)| *at < number);
+        let missing: Vec<usize> = ranks.iter().filter(behind).copied().collect();
+        Verdict::Missing(if missing.is_empty() {
+            ranks.to_vec()
+        } else {
+            missing
+        })
+    }
+}
+
+impl Hub {
+    /// Notes that a rank has started an operation in which it does not meet the others here.
+    pub(crate) fn record(&self, rank: usize, key: &MeetingKey, signature: Signature) {
+        let mut state = self.lock();
+        state.last_op[rank] = Some(key.describe(&signature));
+        state.records.note(&key.group, rank, key.number, signature);
+    }
+
+    /// Why operation `number`, which every rank records, has not come to an end after `waited`: the world's failure if there is
+    /// one, else what the records say, which becomes the world's failure.
+    pub(crate) fn diagnose(
+        &self,
+        attendance: &Attendance<'_>,
+        key: &MeetingKey,
+        waited: Duration,
+    ) -> CommError {
+        let mut state = self.lock();
+        if let Some(failure) = &state.failure {
+            return failure.as_peer_failure();
+        }
+        let (ranks, me) = (attendance.ranks, attendance.ranks[attendance.index]);
+        let op = state.last_op[me].clone().unwrap_or_default();
+        let (culprit, its_op, error) = match state.records.judge(&key.group, ranks, key.number) {
+            Verdict::Mismatch {
+                number,
+                rank,
+                expected,
+                got,
+            } => {
+                let error = CommError::Mismatch {
+                    group: key.group.to_string(),
+                    number,
+                    rank,
+                    expected: expected.to_string(),
+                    got: got.to_string(),
+                };
+                let at = MeetingKey {
+                    number,
+                    ..key.clone()
+                };
+                (rank, at.describe(&got), error)
+            }
+            Verdict::Missing(missing) => {
+                let culprit = missing.first().copied().unwrap_or(me);
+                let last_seen = state.last_op[culprit].clone();
+                let gone = state.ended[culprit];
+                let error = if gone {
+                    CommError::PeerLeft {
+                        op: op.clone(),
+                        rank: culprit,
+                    }
+                } else {
+                    CommError::Timeout {
+                        op: op.clone(),
+                        missing,
+                        waited,
+                        last_seen,
+                    }
+                };
+                (culprit, op, error)
+            }
+        };
+        let cause = FailureCause::Comm(error.clone());
+        self.note(&mut state, culprit, Some(its_op), cause);
+        error
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::comm::CollectiveKind;
+
+    fn signature(kind: CollectiveKind) -> Signature {
+        Signature {
+            kind,
+            ..Signature::control("test")
+        }
+    }
+
+    fn records(calls: &[&[CollectiveKind]]) -> (Records, Vec<usize>) {
+        let mut records = Records::default();
+        let group: Arc<str> = "cp".into();
+        for (rank, kinds) in calls.iter().enumerate() {
+            for (number, kind) in (0..).zip(*kinds) {
+                records.note(&group, rank, number, signature(*kind));
+            }
+        }
+        (records, (0..calls.len()).collect())
+    }
+
+    use CollectiveKind::{AllGather, AllReduce};
+
+    #[test]
+    fn the_first_difference_is_the_one_that_is_named() {
+        let (records, ranks) = records(&[
+            &[AllGather, AllReduce, AllReduce],
+            &[AllGather, AllReduce, AllGather],
+            &[AllGather, AllGather, AllGather],
+        ]);
+        let expected = Verdict::Mismatch {
+            number: 1,
+            rank: 2,
+            expected: signature(AllReduce).into(),
+            got: signature(AllGather).into(),
+        };
+        assert_eq!(records.judge("cp", &ranks, 2), expected);
+    }
+
+    #[test]
+    fn ranks_that_are_behind_are_missing_and_others_groups_do_not_count() {
+        let (records, ranks) = records(&[&[AllGather, AllReduce], &[AllGather], &[]]);
+        assert_eq!(records.judge("cp", &ranks, 1), Verdict::Missing(vec![1, 2]));
+        assert_eq!(records.judge("cp", &ranks, 0), Verdict::Missing(vec![2]));
+        assert_eq!(
+            records.judge("dp", &ranks, 0),
+            Verdict::Missing(vec![0, 1, 2])
+        );
+    }
+}
