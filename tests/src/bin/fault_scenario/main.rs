@@ -1,8 +1,9 @@
 //! Runs one fault among ranks that train, and prints what the launcher said: one line of JSON with the rank, operation and
 //! cause of the first failure, how long it took, and when each rank ended (`null` for one that had not).
 //!
-//! `fault-scenario NAME`; the names are those of [`scenario`]. Each runs in a process of its own because a backward pass that
-//! is stuck holds up autodiff's clean-up in the whole process.
+//! `fault-scenario NAME [processes]`; the names are those of [`scenario`]. Each runs in a process of its own because a backward pass that
+//! is stuck holds up autodiff's clean-up in the whole process. Ranks are threads, or, with `processes`, this process is one of
+//! them, which mpirun has started; it then prints what the world's failure is, without times, and fails if there is one.
 
 mod model;
 mod scenarios;
@@ -10,12 +11,15 @@ mod scenarios;
 use std::{
     process::ExitCode,
     sync::{Arc, Mutex},
+    thread,
     time::{Duration, Instant},
 };
 
+use burn::tensor::backend::Backend;
+
 use burn_cp::{
     comm::RankContext,
-    launch::{self, LaunchError, ThreadsOptions},
+    launch::{self, LaunchError, ProcessOptions, ThreadsOptions},
 };
 
 use scenarios::{Scenario, run_rank, scenario};
@@ -31,17 +35,14 @@ fn main() -> ExitCode {
         eprintln!("no scenario {name:?}");
         return ExitCode::FAILURE;
     };
+    if std::env::args().nth(2).as_deref() == Some("processes") {
+        return as_process(scenario);
+    }
     let ended = Arc::new(Mutex::new(vec![None; scenario.world_size()]));
     let start = Instant::now();
     let result = launch(scenario, start, &ended);
     let elapsed = start.elapsed().as_millis();
-    let (rank, op, cause) = match result {
-        Ok(()) => (None, String::new(), "every rank succeeded".to_owned()),
-        Err(LaunchError::Rank(failure)) => {
-            (Some(failure.rank), failure.op, failure.cause.to_string())
-        }
-        Err(other) => (None, String::new(), other.to_string()),
-    };
+    let (rank, op, cause) = described(result);
     let ended = ended
         .lock()
         .expect("no rank panics while it notes its end")
@@ -52,6 +53,40 @@ fn main() -> ExitCode {
     println!("{line}");
     // Ranks that still sleep end with the process.
     ExitCode::SUCCESS
+}
+
+/// Rank, operation and cause of a world's failure.
+fn described(result: Result<(), LaunchError>) -> (Option<usize>, String, String) {
+    match result {
+        Ok(()) => (None, String::new(), "every rank succeeded".to_owned()),
+        Err(LaunchError::Rank(failure)) => {
+            (Some(failure.rank), failure.op, failure.cause.to_string())
+        }
+        Err(other) => (None, String::new(), other.to_string()),
+    }
+}
+
+fn as_process(scenario: Scenario) -> ExitCode {
+    let options = ProcessOptions {
+        deadline: DEADLINE,
+        ..ProcessOptions::default()
+    };
+    let start = Instant::now();
+    // The same weights in every process.
+    model::B::seed(&Default::default(), 7);
+    let setting = scenarios::Setting::new(scenario);
+    let result = launch::process_with(options, |context| run_rank(&context, &setting));
+    let failed = result.is_err();
+    let (rank, op, cause) = described(result.map(|_| ()));
+    let elapsed = start.elapsed().as_millis() as u64;
+    let line = serde_json::json!({ "rank": rank, "op": op, "cause": cause, "elapsed_ms": elapsed });
+    println!("{line}");
+    if !failed {
+        return ExitCode::SUCCESS;
+    }
+    // mpirun ends all ranks when the first one fails; the others have something to say, too.
+    thread::sleep(Duration::from_millis(500));
+    ExitCode::FAILURE
 }
 
 type Ended = Arc<Mutex<Vec<Option<u64>>>>;
