@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{LONG, Outcome, SHORT, free_port, join, place};
+use super::{LONG, Outcome, SHORT, free_port, join, place, watch};
 use crate::{
     comm::{CommError, ConnectError, Refusal, bind},
     launch::{LaunchError, Place, Process},
@@ -43,6 +43,7 @@ fn refusal(result: Result<Process, LaunchError>) -> Refusal {
 
 #[test]
 fn processes_of_other_worlds_are_refused_and_disturb_nobody() {
+    let _watch = watch();
     let outcomes = pair_with(|port| {
         let expected = Refusal::WorldSize {
             expected: 2,
@@ -70,6 +71,7 @@ fn processes_of_other_worlds_are_refused_and_disturb_nobody() {
 
 #[test]
 fn garbage_on_the_port_disturbs_nobody() {
+    let _watch = watch();
     let mut kept = Vec::new();
     let outcomes = pair_with(|port| {
         for garbage in [
@@ -96,6 +98,7 @@ fn garbage_on_the_port_disturbs_nobody() {
 
 #[test]
 fn a_second_process_of_a_rank_is_refused() {
+    let _watch = watch();
     let port = free_port();
     thread::scope(|scope| {
         let zero =
@@ -126,6 +129,7 @@ fn a_second_process_of_a_rank_is_refused() {
 
 #[test]
 fn a_port_in_use_is_named() {
+    let _watch = watch();
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port();
     let error = join(&place(0, 2, port), SHORT).unwrap_err();
@@ -153,6 +157,7 @@ fn a_port_in_use_is_named() {
 
 #[test]
 fn ranks_that_do_not_come_are_named_at_the_deadline() {
+    let _watch = watch();
     let port = free_port();
     let start = Instant::now();
     let ranks =
@@ -179,6 +184,7 @@ fn ranks_that_do_not_come_are_named_at_the_deadline() {
 
 #[test]
 fn a_late_rank_is_waited_for_and_an_early_one_tries_again() {
+    let _watch = watch();
     for late in [0, 1] {
         let port = free_port();
         let ranks = [0, 1].map(|rank| {

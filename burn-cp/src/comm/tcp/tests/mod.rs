@@ -5,6 +5,7 @@ mod joining;
 use std::{
     io::Write,
     net::{TcpListener, TcpStream},
+    sync::Arc,
     thread,
     time::{Duration, Instant},
 };
@@ -17,6 +18,20 @@ use crate::{
 
 const LONG: Duration = Duration::from_secs(20);
 const SHORT: Duration = Duration::from_millis(600);
+
+/// Ends the tests where one of them hangs.
+fn watch() -> Arc<()> {
+    let watched = Arc::new(());
+    let running = Arc::downgrade(&watched);
+    thread::spawn(move || {
+        thread::sleep(LONG * 6);
+        if running.strong_count() > 0 {
+            eprintln!("a test hung");
+            std::process::abort();
+        }
+    });
+    watched
+}
 
 fn free_port() -> u16 {
     let socket = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -87,6 +102,7 @@ fn failure<T>(outcomes: Vec<Outcome<T>>) -> RankFailure {
 
 #[test]
 fn messages_come_back_in_rank_order_on_every_rank() {
+    let _watch = watch();
     let outcomes = world(4, LONG, |rank, group| {
         let mut all = Vec::new();
         for round in 0..50 {
@@ -110,6 +126,7 @@ fn messages_come_back_in_rank_order_on_every_rank() {
 
 #[test]
 fn another_message_is_a_mismatch_on_every_rank() {
+    let _watch = watch();
     let start = Instant::now();
     let failure = failure(world(3, LONG, |rank, group| match rank {
         1 => group.host_all_gather("sizes", 7_u64).map(|_| ()),
@@ -126,6 +143,7 @@ fn another_message_is_a_mismatch_on_every_rank() {
 
 #[test]
 fn a_message_of_another_type_is_a_mismatch() {
+    let _watch = watch();
     let failure = failure(world(2, LONG, |rank, group| match rank {
         1 => group.host_all_gather("value", 1_u8).map(|_| ()),
         _ => group
@@ -137,6 +155,7 @@ fn a_message_of_another_type_is_a_mismatch() {
 
 #[test]
 fn a_disagreement_names_the_odd_rank() {
+    let _watch = watch();
     let failure = failure(world(3, LONG, |rank, group| {
         group.agree("a value", u8::from(rank == 2), ToString::to_string)
     }));
@@ -145,6 +164,7 @@ fn a_disagreement_names_the_odd_rank() {
 
 #[test]
 fn an_error_a_panic_and_a_rank_that_leaves_end_the_others_at_once() {
+    let _watch = watch();
     let start = Instant::now();
     let failed = failure(world(3, LONG, |rank, group| {
         group.barrier()?;
@@ -184,6 +204,7 @@ fn an_error_a_panic_and_a_rank_that_leaves_end_the_others_at_once() {
 
 #[test]
 fn a_busy_rank_hears_of_a_failure_without_asking() {
+    let _watch = watch();
     let heard = std::sync::Mutex::new(None);
     let outcomes = world(3, LONG, |rank, group| {
         group.barrier()?;
@@ -208,6 +229,7 @@ fn a_busy_rank_hears_of_a_failure_without_asking() {
 
 #[test]
 fn a_rank_that_never_arrives_is_named_at_the_deadline() {
+    let _watch = watch();
     let start = Instant::now();
     let failure = failure(world(3, SHORT, |rank, group| {
         group.barrier()?;
@@ -230,6 +252,7 @@ fn a_rank_that_never_arrives_is_named_at_the_deadline() {
 
 #[test]
 fn records_tell_who_differs_and_who_is_missing() {
+    let _watch = watch();
     let signature = |size: usize| Signature {
         kind: CollectiveKind::AllReduce,
         dtype: "F32".to_owned(),
@@ -266,6 +289,7 @@ fn records_tell_who_differs_and_who_is_missing() {
 
 #[test]
 fn tensors_are_refused_in_a_world_of_host_messages() {
+    let _watch = watch();
     let failure = failure(world(2, LONG, |_, group| {
         group
             .transfer(0, "all_reduce", vec![], &[(0, 1)])
@@ -280,6 +304,7 @@ fn tensors_are_refused_in_a_world_of_host_messages() {
 /// A process that is dropped closes its connection without a word, as one that is killed.
 #[test]
 fn a_connection_that_ends_without_a_word_ends_the_world() {
+    let _watch = watch();
     for gone in [0, 1] {
         let port = free_port();
         let start = Instant::now();
@@ -317,6 +342,7 @@ fn a_connection_that_ends_without_a_word_ends_the_world() {
 /// A host that vanishes says nothing, and closes nothing.
 #[test]
 fn a_rank_that_falls_silent_is_lost_after_a_deadline() {
+    let _watch = watch();
     use super::frames::{self, Answer, Hello, MAX_HELLO, OPENING_LEN};
     let port = free_port();
     let zero = thread::spawn(move || {
@@ -355,6 +381,7 @@ fn a_rank_that_falls_silent_is_lost_after_a_deadline() {
 
 #[test]
 fn a_world_of_one_connects_to_nobody() {
+    let _watch = watch();
     let alone = Place {
         rendezvous: Rendezvous::Alone,
         ..place(0, 1, 1)
