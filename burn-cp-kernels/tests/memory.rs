@@ -2,6 +2,9 @@
 //!
 //! A test binary of its own, since it counts what the whole process allocates.
 
+// Clippy takes the helpers of tests for library code.
+#![allow(clippy::unwrap_used)]
+
 use burn::tensor::{Distribution, Tensor, backend::AutodiffBackend};
 use burn_cp_kernels::{
     AttentionOptions, Segment, Segments, VarlenAttentionBackend, varlen_attention,
