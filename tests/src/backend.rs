@@ -15,7 +15,6 @@ mod chosen {
     ];
     pub(super) const HEAD_DIM_STEP: usize = 1;
     pub(super) const DEVICE: super::Device = super::Device::Cpu;
-    pub(super) const HALF: Option<super::DType> = None;
 }
 
 #[cfg(feature = "wgpu")]
@@ -28,7 +27,6 @@ mod chosen {
     pub(super) const DTYPES: &[super::DType] = &[super::DType::F32];
     pub(super) const HEAD_DIM_STEP: usize = 8;
     pub(super) const DEVICE: super::Device = super::Device::Wgpu;
-    pub(super) const HALF: Option<super::DType> = None;
 }
 
 #[cfg(all(feature = "cuda", not(feature = "wgpu")))]
@@ -41,7 +39,6 @@ mod chosen {
         &[super::DType::F16, super::DType::BF16, super::DType::F32];
     pub(super) const HEAD_DIM_STEP: usize = 8;
     pub(super) const DEVICE: super::Device = super::Device::Cuda;
-    pub(super) const HALF: Option<super::DType> = Some(super::DType::BF16);
 }
 
 /// The backend under test, without autodiff.
@@ -52,9 +49,6 @@ pub const DEVICE: Device = chosen::DEVICE;
 
 /// Float dtypes that it computes in.
 pub const DTYPES: &[DType] = chosen::DTYPES;
-
-/// The 16-bit dtype that attention is tested in too, where its kernels have their own way with it.
-pub const HALF: Option<DType> = chosen::HALF;
 
 /// `size`, or the next size of vectors that the backend's attention serves.
 pub const fn head_dim(size: usize) -> usize {

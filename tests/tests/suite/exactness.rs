@@ -97,7 +97,7 @@ fn packed_documents_stay_apart_in_every_layout() {
                 let step = sharder(&groups, config(&layout))
                     .shard(batch, &Default::default())
                     .unwrap();
-                let values = Host::from_fn([1, 24, 4], |[_, token, i]| {
+                let values = Host::from_fn([1, 24, head_dim(4)], |[_, token, i]| {
                     let value = ((token * 4 + i) as f64).sin();
                     if token < 8 { value + shift } else { value }
                 });
@@ -111,8 +111,9 @@ fn packed_documents_stay_apart_in_every_layout() {
             .swap_remove(0)
         };
         let (before, after) = (output(0.0), output(5.0));
-        assert_ne!(before[..32], after[..32], "{layout:?}");
-        assert_eq!(before[32..], after[32..], "{layout:?}");
+        let changed = 8 * head_dim(4);
+        assert_ne!(before[..changed], after[..changed], "{layout:?}");
+        assert_eq!(before[changed..], after[changed..], "{layout:?}");
     }
 }
 
@@ -160,7 +161,7 @@ fn a_rank_of_padding_with_infinite_keys_has_gradients_of_zero() {
             let step = sharder(&groups, config)
                 .shard(batch, &Default::default())
                 .unwrap();
-            let values = Host::from_fn([1, 16, 4], |[_, token, i]| match token {
+            let values = Host::from_fn([1, 16, head_dim(4)], |[_, token, i]| match token {
                 0..5 => (token + i) as f64 / 8.0,
                 5..10 => f64::INFINITY,
                 _ => f64::NAN,
