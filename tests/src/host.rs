@@ -83,13 +83,21 @@ impl Host {
 
     /// A float tensor of this dtype.
     pub fn tensor<B: Backend>(&self, dtype: DType) -> Tensor<B, 3> {
-        Tensor::from_data(self.data(), (&B::Device::default(), dtype))
+        let device = B::Device::default();
+        // CubeCL's CUDA runtime cannot be given what has no elements.
+        if self.values.is_empty() {
+            return Tensor::empty(self.shape, (&device, dtype));
+        }
+        Tensor::from_data(self.data(), (&device, dtype))
     }
 
     /// An integer tensor, values rounded towards 0.
     pub fn int_tensor<B: Backend>(&self) -> Tensor<B, 3, Int> {
         #[allow(clippy::cast_possible_truncation)]
         let values: Vec<i64> = self.values.iter().map(|value| *value as i64).collect();
+        if values.is_empty() {
+            return Tensor::empty(self.shape, &B::Device::default());
+        }
         Tensor::from_data(TensorData::new(values, self.shape), &B::Device::default())
     }
 
@@ -97,6 +105,9 @@ impl Host {
     pub fn bool_tensor<B: Backend>(&self) -> Tensor<B, 3, Bool> {
         // Not from integers: Burn's CubeCL backends cannot compare tensors without elements.
         let values: Vec<bool> = self.values.iter().map(|value| *value != 0.0).collect();
+        if values.is_empty() {
+            return Tensor::empty(self.shape, &B::Device::default());
+        }
         Tensor::from_data(TensorData::new(values, self.shape), &B::Device::default())
     }
 

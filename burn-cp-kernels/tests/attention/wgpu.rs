@@ -425,7 +425,7 @@ fn routines_are_described_and_refused() {
     let narrow = Case::packed(
         &[3, 4],
         Heads {
-            head_dim: 16,
+            head_dim: 12,
             ..HEADS
         },
     );
@@ -435,7 +435,7 @@ fn routines_are_described_and_refused() {
         error,
         AttentionError::HeadDim {
             what: "head_dim",
-            got: 16,
+            got: 12,
             ..
         }
     ));

@@ -5,7 +5,7 @@
 
 use burn::{
     backend::Flex,
-    tensor::{BoolStore, DType, TensorData, backend::Backend, try_read_sync},
+    tensor::{BoolStore, DType, backend::Backend, try_read_sync},
 };
 
 use super::{Call, Collective, CollectiveBackend, Payload, run_on_threads};
@@ -56,6 +56,14 @@ fn to_backend<From: Backend, To: Backend>(
     device: &To::Device,
 ) -> Payload<To> {
     let shape = payload.shape();
+    // A device has nothing to read or write of a tensor without elements; CUDA's refuses to.
+    if shape.num_elements() == 0 {
+        return match payload {
+            Payload::Float(_) => Payload::Float(To::float_empty(shape, device, dtype.into())),
+            Payload::Int(_) => Payload::Int(To::int_empty(shape, device, dtype.into())),
+            Payload::Bool(_) => Payload::Bool(To::bool_empty(shape, device, dtype.into())),
+        };
+    }
     let kind = match &payload {
         Payload::Float(_) => {
             |data, device: &To::Device| Payload::Float(To::float_from_data(data, device))
@@ -67,10 +75,6 @@ fn to_backend<From: Backend, To: Backend>(
             |data, device: &To::Device| Payload::Bool(To::bool_from_data(data, device))
         }
     };
-    // A device has nothing to read of a tensor without elements.
-    if shape.num_elements() == 0 {
-        return kind(TensorData::from_bytes_vec(Vec::new(), shape, dtype), device);
-    }
     let read = match payload {
         Payload::Float(tensor) => try_read_sync(From::float_into_data(tensor)),
         Payload::Int(tensor) => try_read_sync(From::int_into_data(tensor)),
