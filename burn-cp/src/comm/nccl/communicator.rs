@@ -345,18 +345,12 @@ impl Queue<'_> {
         run: impl FnOnce() -> Result<(), NcclError>,
     ) -> Result<(), NcclError> {
         // SAFETY: every start has its end, also where `run` fails.
-        accepted(
-            "opening a group of operations",
-            unsafe { sys::ncclGroupStart() },
-            None,
-        )?;
+        let opened = unsafe { sys::ncclGroupStart() };
+        accepted("opening a group of operations", opened, None)?;
         let done = run();
         // SAFETY: as above.
-        let ended = accepted(
-            "closing a group of operations",
-            unsafe { sys::ncclGroupEnd() },
-            Some(self.raw),
-        );
+        let closed = unsafe { sys::ncclGroupEnd() };
+        let ended = accepted("closing a group of operations", closed, Some(self.raw));
         done.and(ended)
     }
 
