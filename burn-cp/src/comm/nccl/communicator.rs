@@ -13,6 +13,7 @@ use cudarc::nccl::sys;
 use super::{
     cuda::{Event, Stream},
     error::{NcclError, check_libraries},
+    queue::{Queue, accepted, call},
     watchdog::Watchdog,
 };
 use crate::comm::{CommError, Observer};
@@ -42,37 +43,9 @@ impl UniqueId {
     }
 }
 
-/// Elements that NCCL adds up.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Element {
-    F32,
-    F64,
-    I32,
-    I64,
-    U32,
-    U64,
-    U8,
-    I8,
-}
-
-impl Element {
-    fn raw(self) -> sys::ncclDataType_t {
-        match self {
-            Self::F32 => sys::ncclDataType_t::ncclFloat32,
-            Self::F64 => sys::ncclDataType_t::ncclFloat64,
-            Self::I32 => sys::ncclDataType_t::ncclInt32,
-            Self::I64 => sys::ncclDataType_t::ncclInt64,
-            Self::U32 => sys::ncclDataType_t::ncclUint32,
-            Self::U64 => sys::ncclDataType_t::ncclUint64,
-            Self::U8 => sys::ncclDataType_t::ncclUint8,
-            Self::I8 => sys::ncclDataType_t::ncclInt8,
-        }
-    }
-}
-
 /// A communicator that the library holds. Freed by an abort.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) struct Raw(sys::ncclComm_t);
+pub(super) struct Raw(pub(super) sys::ncclComm_t);
 
 // SAFETY: NCCL lets other threads than the creating one use a communicator, one at a time, which the mutex around it sees to.
 unsafe impl Send for Raw {}
@@ -135,12 +108,6 @@ impl Ticket {
         self.shared.stream.enter()?;
         self.shared.stream.hold_later_work(&self.end)
     }
-}
-
-/// What an operation enqueues with; addresses are of the device, and valid until the operation has ended.
-pub(crate) struct Queue<'a> {
-    raw: Raw,
-    stream: &'a Stream,
 }
 
 impl Communicator {
@@ -338,121 +305,6 @@ impl Shared {
     }
 }
 
-impl Queue<'_> {
-    /// Several sends and receives that make progress together.
-    pub(crate) fn grouped(
-        &self,
-        run: impl FnOnce() -> Result<(), NcclError>,
-    ) -> Result<(), NcclError> {
-        // SAFETY: every start has its end, also where `run` fails.
-        let opened = unsafe { sys::ncclGroupStart() };
-        accepted("opening a group of operations", opened, None)?;
-        let done = run();
-        // SAFETY: as above.
-        let closed = unsafe { sys::ncclGroupEnd() };
-        let ended = accepted("closing a group of operations", closed, Some(self.raw));
-        done.and(ended)
-    }
-
-    pub(crate) fn send(&self, to: usize, address: u64, num_bytes: usize) -> Result<(), NcclError> {
-        // SAFETY: the caller keeps the buffer until the operation has ended.
-        let code = unsafe {
-            sys::ncclSend(
-                address as _,
-                num_bytes,
-                sys::ncclDataType_t::ncclUint8,
-                to as i32,
-                self.raw.0,
-                self.stream.raw() as _,
-            )
-        };
-        accepted("sending", code, Some(self.raw))
-    }
-
-    pub(crate) fn receive(
-        &self,
-        from: usize,
-        address: u64,
-        num_bytes: usize,
-    ) -> Result<(), NcclError> {
-        // SAFETY: as for `send`; nobody else has the buffer.
-        let code = unsafe {
-            sys::ncclRecv(
-                address as _,
-                num_bytes,
-                sys::ncclDataType_t::ncclUint8,
-                from as i32,
-                self.raw.0,
-                self.stream.raw() as _,
-            )
-        };
-        accepted("receiving", code, Some(self.raw))
-    }
-
-    /// Equal parts of all ranks, one behind the other.
-    pub(crate) fn all_gather(&self, from: u64, to: u64, num_bytes: usize) -> Result<(), NcclError> {
-        // SAFETY: as for `send` and `receive`.
-        let code = unsafe {
-            sys::ncclAllGather(
-                from as _,
-                to as _,
-                num_bytes,
-                sys::ncclDataType_t::ncclUint8,
-                self.raw.0,
-                self.stream.raw() as _,
-            )
-        };
-        accepted("gathering", code, Some(self.raw))
-    }
-
-    /// Sums on every rank.
-    pub(crate) fn all_reduce(
-        &self,
-        from: u64,
-        to: u64,
-        len: usize,
-        element: Element,
-    ) -> Result<(), NcclError> {
-        let sum = sys::ncclRedOp_t::ncclSum;
-        // SAFETY: as for `send` and `receive`.
-        let code = unsafe {
-            sys::ncclAllReduce(
-                from as _,
-                to as _,
-                len,
-                element.raw(),
-                sum,
-                self.raw.0,
-                self.stream.raw() as _,
-            )
-        };
-        accepted("adding up", code, Some(self.raw))
-    }
-
-    /// The root's buffer on every rank.
-    pub(crate) fn broadcast(
-        &self,
-        from: u64,
-        to: u64,
-        num_bytes: usize,
-        root: usize,
-    ) -> Result<(), NcclError> {
-        // SAFETY: as for `send` and `receive`.
-        let code = unsafe {
-            sys::ncclBroadcast(
-                from as _,
-                to as _,
-                num_bytes,
-                sys::ncclDataType_t::ncclUint8,
-                root as i32,
-                self.raw.0,
-                self.stream.raw() as _,
-            )
-        };
-        accepted("broadcasting", code, Some(self.raw))
-    }
-}
-
 /// A configuration that leaves everything to NCCL, but for calls that return before they are done.
 fn non_blocking() -> sys::ncclConfig_t {
     const UNDEFINED: i32 = i32::MIN;
@@ -477,38 +329,6 @@ fn non_blocking() -> sys::ncclConfig_t {
     config.nChannelsPerNetPeer = UNDEFINED;
     config.nvlinkCentricSched = UNDEFINED;
     config
-}
-
-fn accepted(
-    what: &'static str,
-    code: sys::ncclResult_t,
-    comm: Option<Raw>,
-) -> Result<(), NcclError> {
-    match code {
-        sys::ncclResult_t::ncclSuccess | sys::ncclResult_t::ncclInProgress => Ok(()),
-        code => Err(call(what, code, comm)),
-    }
-}
-
-fn call(what: &'static str, code: sys::ncclResult_t, comm: Option<Raw>) -> NcclError {
-    let comm = comm.map_or(std::ptr::null_mut(), |comm| comm.0);
-    // SAFETY: the library returns a string of its own or null.
-    let detail = unsafe {
-        let text = sys::ncclGetLastError(comm);
-        if text.is_null() {
-            String::new()
-        } else {
-            std::ffi::CStr::from_ptr(text)
-                .to_string_lossy()
-                .into_owned()
-        }
-    };
-    let detail = if detail.is_empty() {
-        detail
-    } else {
-        format!(" ({})", detail.trim())
-    };
-    NcclError::Call { what, code, detail }
 }
 
 impl NcclError {

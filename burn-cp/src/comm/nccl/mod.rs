@@ -15,7 +15,9 @@
 mod communicator;
 mod cuda;
 mod error;
+mod queue;
 mod watchdog;
 
-pub(crate) use communicator::{Communicator, Element, Queue, UniqueId};
+pub(crate) use communicator::{Communicator, UniqueId};
 pub(crate) use error::NcclError;
+pub(crate) use queue::{Element, Queue};
