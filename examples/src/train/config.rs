@@ -293,8 +293,10 @@ impl TrainConfig {
         self.mesh()?;
         let built = Device::built();
         if !built.contains(&self.device) {
-            let feature = format!("{:?}", self.device).to_lowercase();
-            let expected = format!("one of {built:?}, or a build with the feature {feature}");
+            let name = |device: Device| format!("{device:?}").to_lowercase();
+            let (feature, names) = (name(self.device), built.into_iter().map(name));
+            let names = names.collect::<Vec<_>>().join(", ");
+            let expected = format!("{names}, or a build with the feature {feature}");
             return Err(field("device", &expected, feature));
         }
         if self.packs_per_step == 0 || !self.packs_per_step.is_multiple_of(self.dp) {

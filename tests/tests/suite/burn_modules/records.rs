@@ -115,14 +115,18 @@ fn what_was_saved_of_attention_loads_into_ours() {
     );
     assert_eq!(
         refused(same.clone().with_qkv_bias(false)),
-        "query: expected [12, 12] without bias, got [12, 12] with bias"
+        format!(
+            "query: expected [{D_MODEL}, {D_MODEL}] without bias, got [{D_MODEL}, {D_MODEL}] with bias"
+        )
     );
     assert_eq!(
         refused(same.clone().with_output_bias(false)),
-        "output: expected [12, 12] without bias, got [12, 12] with bias"
+        format!(
+            "output: expected [{D_MODEL}, {D_MODEL}] without bias, got [{D_MODEL}, {D_MODEL}] with bias"
+        )
     );
     assert_eq!(
         refused(ContextParallelAttentionConfig::new(D_MODEL, 3, 1, 4).with_qkv_bias(true)),
-        "key: expected [12, 4] with bias, got [12, 12] with bias"
+        format!("key: expected [{D_MODEL}, 4] with bias, got [{D_MODEL}, {D_MODEL}] with bias")
     );
 }
