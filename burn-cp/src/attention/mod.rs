@@ -18,7 +18,7 @@ pub use prepared::{PrepareError, PreparedAttention};
 
 use crate::{collectives::CollectiveBackend, plan::MaskKind};
 
-/// A backend that runs context-parallel attention: Flex, NdArray, and `Autodiff` over either.
+/// A backend that runs context-parallel attention: Flex, NdArray, CubeCL's plain and fused, and `Autodiff` over any of them.
 pub trait ContextParallelBackend: CollectiveBackend + VarlenAttentionBackend {
     /// Attention of this rank's queries: `q [batch, num_heads, local_tokens, head_dim]`, `k` and `v`
     /// `[batch, num_kv_heads, local_tokens, head_dim]` -> `[batch, num_heads, local_tokens, v_head_dim]`.

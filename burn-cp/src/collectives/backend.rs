@@ -7,7 +7,8 @@ use crate::comm::{ProcessGroup, Transport};
 
 /// A backend whose tensors can be exchanged between ranks.
 ///
-/// Implemented for Flex and NdArray (features `flex`, `ndarray`) and for `Autodiff` over any such backend. The provided
+/// Implemented for Flex and NdArray (features `flex`, `ndarray`), CubeCL backends plain and fused (features `wgpu`, `cuda`), and for
+/// `Autodiff` over any such backend. The provided
 /// method serves every backend whose tensors can be read by other threads, and be brought to the host and back.
 pub trait CollectiveBackend: Backend {
     /// Runs a collective. Every rank of `group` must call it with the same `op`, up to what may differ between ranks.
