@@ -6,6 +6,7 @@
 mod attention;
 mod backend;
 mod cases;
+mod device;
 mod forms;
 mod host;
 mod random;
@@ -14,6 +15,7 @@ mod worlds;
 pub use attention::{Attention, Problem, attention_in_f64, attention_in_tensor_ops, visible};
 pub use backend::{DEVICE, DTYPES, TestBackend, head_dim};
 pub use cases::{random_documents, random_layout, random_mask, random_placement};
+pub use device::{device, enter_rank};
 pub use forms::Form;
 pub use host::{Host, floats, ints, relative_error, to_bits};
 pub use random::Random;
