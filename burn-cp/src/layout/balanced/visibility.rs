@@ -117,3 +117,80 @@ fn pairs_before(end: usize, window: usize) -> u64 {
     };
     triangle + constant * growing
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn kinds() -> impl Iterator<Item = Visibility> {
+        let windows = [None, Some(0), Some(1), Some(3), Some(9), Some(usize::MAX)];
+        let causal = windows.map(|window| Visibility::Causal { window });
+        causal.into_iter().chain([Visibility::Full])
+    }
+
+    fn sees(visibility: Visibility, query: usize, key: usize) -> bool {
+        match visibility {
+            Visibility::Full => true,
+            Visibility::Causal { window } => {
+                key <= query && query - key <= window.unwrap_or(usize::MAX)
+            }
+        }
+    }
+
+    #[test]
+    fn pairs_and_starts_are_those_that_counting_gives() {
+        const LEN: usize = 13;
+        for visibility in kinds() {
+            let pairs = |queries: &Range<usize>| {
+                queries
+                    .clone()
+                    .map(|query| {
+                        (0..LEN).filter(|&key| sees(visibility, query, key)).count() as u64
+                    })
+                    .sum::<u64>()
+            };
+            for end in 0..=LEN {
+                for start in 0..=end {
+                    assert_eq!(
+                        visibility.area(&(start..end), LEN),
+                        pairs(&(start..end)),
+                        "{visibility:?}"
+                    );
+                }
+                for area in 0..120 {
+                    let first = (0..=end).find(|&start| pairs(&(start..end)) <= area);
+                    assert_eq!(
+                        Some(visibility.start_of(area, end, LEN)),
+                        first,
+                        "{visibility:?} {end} {area}"
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_received_is_what_is_seen_and_not_owned() {
+        const LEN: usize = 9;
+        for visibility in kinds() {
+            for a in 0..=LEN {
+                for b in a..=LEN {
+                    for c in b..=LEN {
+                        for d in c..=LEN {
+                            let owned =
+                                |token: &usize| (a..b).contains(token) || (c..d).contains(token);
+                            let seen = |key: &usize| {
+                                (0..LEN)
+                                    .filter(owned)
+                                    .any(|query| sees(visibility, query, *key))
+                            };
+                            let expected = (0..LEN).filter(|key| seen(key) && !owned(key)).count();
+                            let got = visibility.received(&(a..b), &(c..d), LEN);
+                            assert_eq!(got, expected, "{visibility:?} {a}..{b} {c}..{d}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
