@@ -62,6 +62,8 @@ pub(super) enum Choice {
     Emptiest,
     /// The one whose free work and free tokens are most like the document's (by scalar product, as in vector bin packing).
     Suiting,
+    /// The one with the most work free for each free token, so that what is left suits all ranks alike in the end.
+    RichestInWork,
 }
 
 /// What a rank has been given so far.
@@ -125,7 +127,12 @@ impl Problem<'_> {
         };
         for &(len, document) in &self.documents[..num] {
             let area = self.visibility.whole_area(len);
-            match deal.with_room(area, len, attempt.choice, limits) {
+            // A document that alone leaves no reserve is cut, although it would fit.
+            let whole = area <= limits.usable(attempt.way.reserve);
+            match deal
+                .with_room(area, len, attempt.choice, limits)
+                .filter(|_| whole)
+            {
                 Some(rank) => deal.give(document, (rank, [0..len, len..len]), (area, 0), limits),
                 None => self.split(&mut deal, (len, document), attempt, limits)?,
             }
@@ -303,6 +310,7 @@ impl Deal {
             let suits = match choice {
                 Choice::Emptiest => free_area.min(*free_tokens),
                 Choice::Suiting => wanted_area * free_area + wanted_tokens * free_tokens,
+                Choice::RichestInWork => free_area / free_tokens.max(1e-9),
             };
             if suits > most
                 && load.tokens + tokens <= limits.tokens
@@ -317,7 +325,7 @@ impl Deal {
 
     /// The ranks with room for some piece, and the work they have room for beside the reserve.
     fn with_any_room(&self, reserve: u64, limits: &Limits) -> Vec<(u64, usize)> {
-        let usable = limits.area - limits.area / 64 * reserve;
+        let usable = limits.usable(reserve);
         (self.loads.iter().enumerate())
             .filter(|(_, load)| load.tokens < limits.tokens)
             .map(|(rank, load)| (usable.saturating_sub(load.area), rank))

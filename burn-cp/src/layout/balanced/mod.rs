@@ -44,6 +44,13 @@ struct Limits {
     tokens: usize,
 }
 
+impl Limits {
+    /// Work that leaves a reserve, in 64ths of all.
+    fn usable(&self, reserve: u64) -> u64 {
+        self.area - self.area / 64 * reserve
+    }
+}
+
 /// Deals out one stream.
 pub(super) fn layout(
     documents: &Documents,

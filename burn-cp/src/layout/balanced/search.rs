@@ -26,6 +26,8 @@ const SHARES: [[Shares; 2]; 4] = [
     [Shares::Even, Shares::Full],
 ];
 
+const CHOICES: [Choice; 3] = [Choice::Emptiest, Choice::Suiting, Choice::RichestInWork];
+
 /// How much more than was found for the longest documents is tried for all, in 32nds.
 const MORE: [usize; 12] = [0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128];
 
@@ -61,7 +63,7 @@ impl Search<'_> {
             } else {
                 &all
             };
-            for choice in [Choice::Emptiest, Choice::Suiting] {
+            for choice in CHOICES {
                 for &way in ways {
                     let attempt = Attempt {
                         received,
