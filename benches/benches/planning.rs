@@ -18,7 +18,8 @@ fn planning(c: &mut Criterion) {
     let mut group = c.benchmark_group("layout and plan");
     for (num_documents, world_size) in [(1_000, 8), (10_000, 64)] {
         let short = packed_documents(num_documents, 64);
-        let lengths = log_normal_lengths(1, 1024.0, 2_104 * num_documents);
+        let mut lengths = log_normal_lengths(1, 1024.0, 3_000 * num_documents);
+        lengths.truncate(num_documents);
         let seq_len = lengths.iter().sum();
         let long =
             Documents::from_lengths(&[lengths], seq_len).expect("documents that fill their row");
