@@ -146,7 +146,7 @@ fn batch<B: Backend>(
     let side = args.image.next_multiple_of(merge);
     let num_image_tokens = (side / merge).pow(2);
     let grid = [1, side, side];
-    let lengths = log_normal_lengths(args.tokens, args.median, 1);
+    let lengths = log_normal_lengths(1, args.median as f64, args.tokens);
     let (mut ids, mut labels) = (Vec::new(), Vec::new());
     let mut positions: [Vec<i64>; 3] = Default::default();
     let mut grids = Vec::new();

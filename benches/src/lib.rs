@@ -82,25 +82,27 @@ pub fn packed_documents(num_documents: usize, mean: usize) -> Documents {
     Documents::from_lengths(&[lengths], seq_len).expect("documents that fill their row")
 }
 
-/// Lengths of documents that fill `num_tokens` tokens, log-normal around `median` with sigma 1.2, the same on every machine.
-pub fn log_normal_lengths(num_tokens: usize, median: usize, seed: u64) -> Vec<usize> {
-    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+/// Document lengths that fill `num_tokens` tokens, log-normal: of the given median, with a standard deviation of the logarithm
+/// of 1.2. The last document is cut off where the tokens end. A seed gives the same lengths every time.
+pub fn log_normal_lengths(seed: u64, median: f64, num_tokens: usize) -> Vec<usize> {
+    let mut state = seed;
     let mut uniform = || {
-        // xorshift64* (Vigna, 2016).
-        state ^= state >> 12;
-        state ^= state << 25;
-        state ^= state >> 27;
-        (state.wrapping_mul(0x2545_F491_4F6C_DD1D) >> 11) as f64 / (1u64 << 53) as f64
+        // SplitMix64 (Steele, Lea and Flood, 2014).
+        state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut bits = state;
+        bits = (bits ^ (bits >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        bits = (bits ^ (bits >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        ((bits ^ (bits >> 31)) >> 11) as f64 / (1_u64 << 53) as f64
     };
-    let (mut lengths, mut left) = (Vec::new(), num_tokens);
+    let mut lengths = Vec::new();
+    let mut left = num_tokens;
     while left > 0 {
         // Box and Muller, 1958.
-        let radius = (-2.0 * uniform().max(1e-300).ln()).sqrt();
-        let normal = radius * (std::f64::consts::TAU * uniform()).cos();
-        let length = (median as f64 * (1.2 * normal).exp()).round().max(1.0);
-        let length = if length < left as f64 { length as usize } else { left };
-        lengths.push(length);
-        left -= length;
+        let normal =
+            (-2.0 * (1.0 - uniform()).ln()).sqrt() * (std::f64::consts::TAU * uniform()).cos();
+        let len = ((median * (1.2 * normal).exp()) as usize).clamp(1, left);
+        lengths.push(len);
+        left -= len;
     }
     lengths
 }

@@ -3,7 +3,10 @@
 use std::{fs, path::Path};
 
 use burn_cp::{
-    layout::LayoutPolicy, mesh::DeviceMesh, plan::ExchangeStrategy, sharder::ContextParallelConfig,
+    layout::{LayoutPolicy, Visibility},
+    mesh::DeviceMesh,
+    plan::ExchangeStrategy,
+    sharder::ContextParallelConfig,
     vision::VisionShardingConfig,
 };
 use clap::ValueEnum;
@@ -49,6 +52,8 @@ pub enum Layout {
     /// Head and tail of every document, which balances packed ones too; the packs of a step become one stream, and every
     /// document is padded to a multiple of two chunks per rank.
     DualChunkSwap,
+    /// Even work and few keys and values received; the packs of a step become one stream, and ranks own unevenly many tokens.
+    Balanced,
 }
 
 /// How keys and values get to the ranks that need them.
@@ -233,6 +238,9 @@ impl TrainConfig {
                 Layout::Contiguous => LayoutPolicy::Contiguous { multiple: 1 },
                 Layout::HeadTail => LayoutPolicy::HeadTail,
                 Layout::DualChunkSwap => LayoutPolicy::DualChunkSwap,
+                Layout::Balanced => LayoutPolicy::Balanced {
+                    visibility: Visibility::default(),
+                },
             },
             exchange: match self.exchange {
                 Exchange::AllGather => ExchangeStrategy::AllGather,
@@ -247,10 +255,13 @@ impl TrainConfig {
         }
     }
 
-    /// What every document is padded to a multiple of, where the layout needs it.
+    /// What every document is padded to a multiple of, where the layout takes one stream of documents.
     pub fn alignment(&self) -> Option<usize> {
-        let chunks = 2 * self.ranks / self.dp.max(1);
-        (self.layout == Layout::DualChunkSwap).then_some(chunks)
+        match self.layout {
+            Layout::Contiguous | Layout::HeadTail => None,
+            Layout::DualChunkSwap => Some(2 * self.ranks / self.dp.max(1)),
+            Layout::Balanced => Some(1),
+        }
     }
 
     /// The packs of one split.
