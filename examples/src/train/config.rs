@@ -3,8 +3,11 @@
 use std::{fs, path::Path};
 
 use burn_cp::{
-    layout::LayoutPolicy, mesh::DeviceMesh, plan::ExchangeStrategy, sharder::ContextParallelConfig,
-    vision::VisionShardingConfig,
+    layout::LayoutPolicy,
+    mesh::DeviceMesh,
+    plan::ExchangeStrategy,
+    sharder::ContextParallelConfig,
+    vision::{VisionDelivery, VisionShardingConfig},
 };
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
@@ -71,6 +74,16 @@ pub enum Vision {
     Sharded,
 }
 
+/// Which ranks are given the vision tower's features.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum Delivery {
+    /// Every rank gets all of them.
+    Gathered,
+    /// Every rank gets those of its own tokens.
+    ToConsumers,
+}
+
 /// What backward keeps and what it computes again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
@@ -107,6 +120,8 @@ pub struct TrainConfig {
     pub exchange: Exchange,
     /// Where the vision tower runs.
     pub vision: Vision,
+    /// Who is given the vision tower's features.
+    pub vision_delivery: Delivery,
     /// Whether the vision tower is left as it was initialised.
     pub freeze_vision: bool,
     /// What backward computes again.
@@ -152,6 +167,7 @@ impl Default for TrainConfig {
             layout: Layout::HeadTail,
             exchange: Exchange::NeededOnly,
             vision: Vision::Sharded,
+            vision_delivery: Delivery::Gathered,
             freeze_vision: false,
             checkpointing: Checkpointing::None,
             steps: 600,
@@ -241,7 +257,11 @@ impl TrainConfig {
             vision: match self.vision {
                 Vision::Replicated => VisionShardingConfig::replicated(),
                 Vision::Sharded => VisionShardingConfig::always(),
-            },
+            }
+            .with_delivery(match self.vision_delivery {
+                Delivery::Gathered => VisionDelivery::Gathered,
+                Delivery::ToConsumers => VisionDelivery::ToConsumers,
+            }),
             padding_token_id: vocabulary::PAD,
             ..ContextParallelConfig::default()
         }
@@ -281,6 +301,7 @@ impl TrainConfig {
             dp: 1,
             layout: Layout::Contiguous,
             vision: Vision::Replicated,
+            vision_delivery: Delivery::Gathered,
             ..self.clone()
         }
     }

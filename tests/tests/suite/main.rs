@@ -24,3 +24,4 @@ mod training;
 mod unpacked_reference;
 mod verbs;
 mod vision;
+mod vision_delivery;
