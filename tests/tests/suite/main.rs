@@ -18,6 +18,7 @@ mod operations;
 mod order;
 mod padding;
 mod placement;
+mod recurrent;
 mod steps;
 mod token_loss;
 mod training;
