@@ -7,7 +7,7 @@ use burn_cp::{
     mesh::DeviceMesh,
     plan::ExchangeStrategy,
     sharder::ContextParallelConfig,
-    vision::VisionShardingConfig,
+    vision::{VisionDelivery, VisionShardingConfig},
 };
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
@@ -76,6 +76,16 @@ pub enum Vision {
     Sharded,
 }
 
+/// Which ranks are given the vision tower's features.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum Delivery {
+    /// Every rank gets all of them.
+    Gathered,
+    /// Every rank gets those of its own tokens.
+    ToConsumers,
+}
+
 /// What backward keeps and what it computes again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
@@ -112,6 +122,8 @@ pub struct TrainConfig {
     pub exchange: Exchange,
     /// Where the vision tower runs.
     pub vision: Vision,
+    /// Who is given the vision tower's features.
+    pub vision_delivery: Delivery,
     /// Whether the vision tower is left as it was initialised.
     pub freeze_vision: bool,
     /// What backward computes again.
@@ -157,6 +169,7 @@ impl Default for TrainConfig {
             layout: Layout::HeadTail,
             exchange: Exchange::NeededOnly,
             vision: Vision::Sharded,
+            vision_delivery: Delivery::Gathered,
             freeze_vision: false,
             checkpointing: Checkpointing::None,
             steps: 600,
@@ -249,7 +262,11 @@ impl TrainConfig {
             vision: match self.vision {
                 Vision::Replicated => VisionShardingConfig::replicated(),
                 Vision::Sharded => VisionShardingConfig::always(),
-            },
+            }
+            .with_delivery(match self.vision_delivery {
+                Delivery::Gathered => VisionDelivery::Gathered,
+                Delivery::ToConsumers => VisionDelivery::ToConsumers,
+            }),
             padding_token_id: vocabulary::PAD,
             ..ContextParallelConfig::default()
         }
@@ -292,6 +309,7 @@ impl TrainConfig {
             dp: 1,
             layout: Layout::Contiguous,
             vision: Vision::Replicated,
+            vision_delivery: Delivery::Gathered,
             ..self.clone()
         }
     }
