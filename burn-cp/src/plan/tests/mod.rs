@@ -3,7 +3,9 @@
     reason = "lists of one token range are what these tests are about"
 )]
 
+mod cases;
 mod contracts;
+mod masks;
 mod properties;
 mod tables;
 
