@@ -63,6 +63,14 @@ impl Form {
         forms.into_iter().find(expresses).unwrap_or(Self::Table)
     }
 
+    /// Whether the batch's documents are then as many, in the same order, empty ones included.
+    pub fn keeps_table(self) -> bool {
+        matches!(
+            self,
+            Self::Table | Self::SeqLens | Self::PaddedSeqLens | Self::CuSeqlens | Self::PaddingMask
+        )
+    }
+
     /// Whether which tokens see each other can be said in this form.
     fn expresses(self, documents: &Documents) -> bool {
         let all = |holds: fn(&[Document]) -> bool| documents.rows().all(holds);
@@ -109,7 +117,7 @@ impl Form {
         }
     }
 
-    /// The batch, told in this form.
+    /// The batch, told in this form. Spans, prefixes and masks of the documents are told in form [`Self::Table`] only.
     ///
     /// # Panics
     /// The documents cannot be said in this form.

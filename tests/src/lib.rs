@@ -14,7 +14,10 @@ mod worlds;
 
 pub use attention::{Attention, Problem, attention_in_f64, attention_in_tensor_ops, visible};
 pub use backend::{DEVICE, DTYPES, TestBackend, head_dim};
-pub use cases::{random_documents, random_layout, random_mask, random_placement};
+pub use cases::{
+    random_documents, random_layout, random_marks, random_mask, random_placement, span_tokens,
+    unmarked,
+};
 pub use device::{device, enter_rank};
 pub use forms::Form;
 pub use host::{Host, floats, ints, relative_error, to_bits};

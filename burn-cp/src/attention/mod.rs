@@ -66,13 +66,38 @@ impl AttentionOptions {
         }
     }
 
-    /// Causal with a window: each token sees itself and the `window` tokens before it.
+    /// Causal, and the tokens of each of the batch's bidirectional spans see each other; see
+    /// [`SequenceBatch::with_spans`](crate::batch::SequenceBatch::with_spans).
+    pub fn causal_with_spans() -> Self {
+        Self {
+            mask: MaskKind::CAUSAL_WITH_SPANS,
+            ..Self::causal()
+        }
+    }
+
+    /// Causal, and the tokens of each document's prefix see each other; see
+    /// [`SequenceBatch::with_prefixes`](crate::batch::SequenceBatch::with_prefixes).
+    pub fn prefix() -> Self {
+        Self {
+            mask: MaskKind::PREFIX,
+            ..Self::causal()
+        }
+    }
+
+    /// Each document has its own mask; see [`SequenceBatch::with_masks`](crate::batch::SequenceBatch::with_masks).
+    pub fn per_document() -> Self {
+        Self {
+            mask: MaskKind::PER_DOCUMENT,
+            ..Self::causal()
+        }
+    }
+
+    /// Causal with a window: each token sees itself and the `window` tokens before it. Spans, prefixes and masks of
+    /// documents cannot have one: that is an error when attention is planned.
     #[must_use]
     pub fn with_window(self, window: usize) -> Self {
         Self {
-            mask: MaskKind::Causal {
-                window: Some(window),
-            },
+            mask: self.mask.with_window(window),
             ..self
         }
     }

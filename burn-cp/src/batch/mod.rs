@@ -5,6 +5,7 @@
 
 mod documents;
 mod error;
+mod marks;
 mod media;
 mod stream;
 
@@ -13,6 +14,7 @@ use std::collections::BTreeMap;
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 
 pub use error::BatchError;
+pub(crate) use marks::Marks;
 pub use media::{Media, num_frames, num_merged_tokens, num_patch_rows};
 pub(crate) use stream::{HostInts, filled, host_bools, shard_payload, zeros_payload};
 pub use stream::{PadRule, Stream, StreamDeclaration};
@@ -39,6 +41,7 @@ pub struct SequenceBatch<B: Backend> {
     pub(crate) positions: Option<TensorData>,
     pub(crate) documents: Option<Documents>,
     pub(crate) padding_mask: Option<TensorData>,
+    pub(crate) marks: Marks,
     pub(crate) placement: Option<Placement>,
     pub(crate) media: Vec<Media<B>>,
     pub(crate) deepstack: Option<(TensorData, Vec<Tensor<B, 2>>)>,
@@ -64,6 +67,7 @@ impl<B: Backend> SequenceBatch<B> {
             positions: None,
             documents: None,
             padding_mask: None,
+            marks: Marks::default(),
             placement: None,
             media: Vec::new(),
             deepstack: None,

@@ -45,4 +45,22 @@ pub enum PlanError {
         /// Number of heads.
         got: usize,
     },
+    /// A mask of two things that are not defined together.
+    #[error("plan: {first} and {second} cannot be combined in one mask")]
+    Pair {
+        /// One of the two.
+        first: &'static str,
+        /// The other.
+        second: &'static str,
+    },
+    /// A mask asks for something that did not come with the documents.
+    #[error(
+        "plan: the mask {mask} needs {what} of the documents, got documents without; give them to the batch or to its documents, empty ones where there are none"
+    )]
+    Unmarked {
+        /// The mask.
+        mask: &'static str,
+        /// What it needs.
+        what: &'static str,
+    },
 }

@@ -346,7 +346,7 @@ impl<B: ContextParallelBackend> CpStep<B> {
     /// The plan of attention under a mask: who computes what, and which tokens move. Made once per mask and step.
     ///
     /// # Errors
-    /// Numbers past 64 bits.
+    /// A mask that cannot be planned for this batch, as [`AttentionPlan::new`] says.
     pub fn plan(&self, mask: MaskKind) -> Result<Arc<AttentionPlan>, StepError> {
         Ok(self.prepared(mask)?.plan().clone())
     }
@@ -380,7 +380,8 @@ impl<B: ContextParallelBackend> CpStep<B> {
     /// exchange, also on a rank that is all padding.
     ///
     /// # Panics
-    /// Shapes that do not fit the step. A failure between ranks ends this one with a typed panic.
+    /// Shapes that do not fit the step; a mask that cannot be planned for it ([`plan`](Self::plan) gives the error as a
+    /// value), on every rank before anything travels. A failure between ranks ends this one with a typed panic.
     pub fn attention(
         &self,
         q: Tensor<B, 4>,
@@ -397,7 +398,7 @@ impl<B: ContextParallelBackend> CpStep<B> {
     /// ([`attend_with_lse`](crate::attention::attend_with_lse)).
     ///
     /// # Panics
-    /// The documents cannot be planned under this mask: numbers past 64 bits.
+    /// The documents cannot be planned under this mask; see [`plan`](Self::plan).
     pub fn attention_call(&self, options: &AttentionOptions) -> AttentionCall {
         let prepared = self
             .prepared(options.mask)

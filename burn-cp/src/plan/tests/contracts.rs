@@ -187,11 +187,18 @@ fn masks_survive_serialisation() {
         MaskKind::CAUSAL,
         MaskKind::Full,
         MaskKind::Causal { window: Some(9) },
+        MaskKind::CAUSAL_WITH_SPANS,
+        MaskKind::PREFIX,
+        MaskKind::PER_DOCUMENT,
     ] {
         let text = serde_json::to_string(&mask).unwrap();
         assert_eq!(serde_json::from_str::<MaskKind>(&text).unwrap(), mask);
     }
     let read = |text| serde_json::from_str::<MaskKind>(text);
     assert_eq!(read(r#"{"causal":{}}"#).unwrap(), MaskKind::default());
+    assert_eq!(
+        read(r#"{"causal-with-spans":{}}"#).unwrap(),
+        MaskKind::CAUSAL_WITH_SPANS
+    );
     assert!(read(r#"{"causal":{"windw":3}}"#).is_err());
 }

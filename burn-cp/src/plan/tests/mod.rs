@@ -4,7 +4,9 @@
 )]
 
 mod balanced;
+mod cases;
 mod contracts;
+mod masks;
 mod predict;
 mod properties;
 mod tables;
