@@ -10,6 +10,7 @@ use burn::{
 use super::{NnError, RotaryConfig, RotaryTables};
 use crate::{
     attention::{AttentionOptions, ContextParallelBackend},
+    plan::MaskKind,
     sharder::CpStep,
 };
 
@@ -115,6 +116,7 @@ impl ContextParallelAttentionConfig {
             q_norm: self.qk_norm.map(norm),
             k_norm: self.qk_norm.map(norm),
             head_dim: self.head_dim,
+            mask: None,
             causal: self.causal,
             window: self.window,
             rope: self.rope,
@@ -140,6 +142,9 @@ pub struct ContextParallelAttention<B: Backend> {
     pub q_norm: Option<RmsNorm<B>>,
     /// Norm of each key head.
     pub k_norm: Option<RmsNorm<B>>,
+    /// Instead of `causal` and `window`.
+    #[module(skip)]
+    pub(super) mask: Option<MaskKind>,
     #[module(skip)]
     pub(super) head_dim: usize,
     #[module(skip)]
@@ -151,10 +156,21 @@ pub struct ContextParallelAttention<B: Backend> {
 }
 
 impl<B: Backend> ContextParallelAttention<B> {
-    /// The same layer, in which every token sees its whole document, whatever window it had.
+    /// The same layer with a mask, whatever it had: for masks that ask the batch, such as causal with bidirectional spans. A
+    /// mask that the step cannot be planned with makes [`forward`](Self::forward) panic.
+    #[must_use]
+    pub fn with_mask(self, mask: MaskKind) -> Self {
+        Self {
+            mask: Some(mask),
+            ..self
+        }
+    }
+
+    /// The same layer, in which every token sees its whole document, whatever mask it had.
     #[must_use]
     pub fn full(self) -> Self {
         Self {
+            mask: None,
             causal: false,
             window: None,
             ..self
@@ -203,10 +219,14 @@ impl<B: ContextParallelBackend> ContextParallelAttention<B> {
     }
 
     fn options(&self) -> AttentionOptions {
-        match (self.causal, self.window) {
-            (true, Some(window)) => AttentionOptions::causal().with_window(window),
-            (true, None) => AttentionOptions::causal(),
-            (false, _) => AttentionOptions::full(),
+        match (self.mask, self.causal, self.window) {
+            (Some(mask), ..) => AttentionOptions {
+                mask,
+                ..AttentionOptions::causal()
+            },
+            (None, true, Some(window)) => AttentionOptions::causal().with_window(window),
+            (None, true, None) => AttentionOptions::causal(),
+            (None, false, _) => AttentionOptions::full(),
         }
     }
 

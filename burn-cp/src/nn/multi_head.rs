@@ -40,6 +40,7 @@ impl<B: Backend> TryFrom<MultiHeadAttention<B>> for ContextParallelAttention<B> 
             o_proj: layer.output,
             q_norm: None,
             k_norm: None,
+            mask: None,
             causal: true,
             window: None,
             rope: None,

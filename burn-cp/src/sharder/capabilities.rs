@@ -7,10 +7,11 @@
 //! the documents and from the ranges that each rank owns, whichever policy dealt them out, so every layout keeps documents
 //! apart; and the mask, with its window, is the model's own request with each call of attention, from which the plan is made:
 //! the exchange and the segments are those of that mask, or there is an error. A window without a causal mask has no
-//! representation ([`MaskKind`](crate::plan::MaskKind)).
+//! representation ([`MaskKind`](crate::plan::MaskKind)). What a batch says for masks to ask (spans, prefixes, masks of its
+//! documents) is declared, since a model whose calls do not ask would ignore it.
 
 use super::{ContextParallelConfig, CpStep, PrimaryStream};
-use crate::{attention::ContextParallelBackend, vision::VisionDelivery};
+use crate::{attention::ContextParallelBackend, layout::Documents, vision::VisionDelivery};
 
 /// What a model declares to support.
 ///
@@ -27,6 +28,8 @@ use crate::{attention::ContextParallelBackend, vision::VisionDelivery};
 pub struct ModelCapabilities {
     /// Several documents in a row: tokens meet in attention only, or in layers that know where documents begin.
     pub packed_documents: bool,
+    /// Bidirectional spans, prefixes and masks of documents that the batch brings: attention asks for them.
+    pub document_masks: bool,
     /// Images and videos: the model encodes a batch's media.
     pub media: bool,
     /// A vision tower that may be split by frames: no frame's features depend on another frame.
@@ -44,6 +47,7 @@ impl ModelCapabilities {
     pub const fn text() -> Self {
         Self {
             packed_documents: true,
+            document_masks: false,
             media: false,
             vision_sharding: false,
             local_media: false,
@@ -59,6 +63,13 @@ impl ModelCapabilities {
     #[must_use]
     pub const fn without_packed_documents(mut self) -> Self {
         self.packed_documents = false;
+        self
+    }
+
+    /// The same for a model whose attention asks for the spans, prefixes or masks that come with a batch's documents.
+    #[must_use]
+    pub const fn with_document_masks(mut self) -> Self {
+        self.document_masks = true;
         self
     }
 
@@ -130,6 +141,9 @@ impl ModelCapabilities {
         {
             violations.push(Violation::PackedDocuments { row, num_documents });
         }
+        if let Some(what) = asked_of(step.documents()).filter(|_| !self.document_masks) {
+            violations.push(Violation::DocumentMasks { what });
+        }
         let num_media = step.num_media();
         if num_media > 0 && !self.media {
             violations.push(Violation::Media { num_media });
@@ -167,6 +181,24 @@ impl ModelCapabilities {
     }
 }
 
+/// What the documents say for masks to ask, if anything: an empty list says nothing.
+fn asked_of(documents: &Documents) -> Option<&'static str> {
+    let any = |says: fn(&Documents, usize, usize) -> bool| {
+        let rows = documents.rows().enumerate();
+        rows.flat_map(|(row, table)| (0..table.len()).map(move |index| (row, index)))
+            .any(|(row, index)| says(documents, row, index))
+    };
+    if documents.has_masks() {
+        Some("masks of documents")
+    } else if any(|documents, row, index| !documents.spans(row, index).is_empty()) {
+        Some("bidirectional spans")
+    } else if any(|documents, row, index| documents.prefix(row, index) > 0) {
+        Some("prefixes")
+    } else {
+        None
+    }
+}
+
 /// Something that a model is asked for and does not support; the message says what to do.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, thiserror::Error)]
 #[non_exhaustive]
@@ -181,6 +213,15 @@ pub enum Violation {
         row: usize,
         /// Documents with tokens in it.
         num_documents: usize,
+    },
+    /// The batch says of its documents what attention does not ask.
+    #[error(
+        "the batch brings {what}, which the model would ignore: leave them out, or declare document_masks in a model whose \
+         attention asks for them"
+    )]
+    DocumentMasks {
+        /// Spans, prefixes or masks.
+        what: &'static str,
     },
     /// The batch carries media.
     #[error(

@@ -116,24 +116,7 @@ impl Case {
                     .with_spans(span_tokens(documents))
             }
             Some(placed) => batch.with_aligned_documents(placed.clone()),
-            None if self.form == Form::Table => self.form.tell(batch, documents),
-            None => {
-                let mut batch = self.form.tell(batch, documents);
-                if documents.has_spans() {
-                    batch = batch.with_spans(span_tokens(documents));
-                }
-                if documents.has_prefixes() && self.form.keeps_table() {
-                    batch = batch.with_prefixes(of_each(documents, |row, index| {
-                        documents.prefix(row, index)
-                    }));
-                }
-                if documents.has_masks() && self.form.keeps_table() {
-                    batch = batch.with_masks(of_each(documents, |row, index| {
-                        documents.mask(row, index).unwrap()
-                    }));
-                }
-                batch
-            }
+            None => self.form.tell_marked(batch, documents),
         }
     }
 
@@ -166,12 +149,6 @@ impl Case {
             None => step.gather_tokens(local, 2, Coordinates::Input, None),
         }
     }
-}
-
-fn of_each<T>(documents: &Documents, what: impl Fn(usize, usize) -> T) -> Vec<Vec<T>> {
-    let rows = documents.rows().enumerate();
-    rows.map(|(row, table)| (0..table.len()).map(|index| what(row, index)).collect())
-        .collect()
 }
 
 /// What one rank has: `out` and `lse` gathered to whole rows, and its own part of the gradients at the places of its tokens.

@@ -14,6 +14,8 @@ mod collectives;
 mod documents;
 mod exactness;
 mod gradients;
+mod marks;
+mod masks;
 mod operations;
 mod order;
 mod padding;
