@@ -7,6 +7,7 @@ mod args;
 mod compare;
 mod error;
 mod picture;
+mod scene;
 mod simulate;
 mod text;
 

@@ -9,7 +9,10 @@ use plotters::{
     style::text_anchor::{HPos, Pos, VPos},
 };
 
-use super::{Comparison, LayoutArg, PlanCommandError};
+use super::{
+    Comparison, LayoutArg, PlanCommandError,
+    scene::{Arrow, Bar, arrows, bars},
+};
 
 const WIDTH: i32 = 1500;
 const LEFT: i32 = 80;
@@ -118,23 +121,6 @@ fn colour(document: Option<usize>) -> RGBColor {
     document.map_or(PADDING, |document| COLOURS[document % COLOURS.len()])
 }
 
-/// A run of a rank's shard within one document, or of padding.
-struct Bar {
-    document: Option<usize>,
-    local: Range<usize>,
-    /// Document position of the first token.
-    position: usize,
-}
-
-/// Keys and values of one document from one rank to another.
-struct Arrow {
-    document: usize,
-    source: usize,
-    destination: usize,
-    local: Range<usize>,
-    num_tokens: usize,
-}
-
 struct Panel<'a> {
     plan: &'a AttentionPlan,
     top: i32,
@@ -170,7 +156,9 @@ impl<'a> Panel<'a> {
     }
 
     fn draw(&self, canvas: &Canvas<'_>, layout: LayoutArg) -> Drawn {
-        let (arrows, num) = self.arrows();
+        let mut arrows = arrows(self.plan, &self.bars);
+        let num = arrows.len();
+        arrows.truncate(MAX_ARROWS);
         let mut title = format!(
             "{}: balance of work {:.3}, K/V received {:.3} of all others' tokens",
             layout.name(),
@@ -261,47 +249,6 @@ impl<'a> Panel<'a> {
             }
         }
         Ok(())
-    }
-
-    /// What moves, the widest first, and how many there are in all.
-    fn arrows(&self) -> (Vec<Arrow>, usize) {
-        let mut arrows: BTreeMap<(usize, usize, usize), Arrow> = BTreeMap::new();
-        for (destination, plan) in self.plan.ranks().iter().enumerate() {
-            for piece in plan
-                .pieces
-                .iter()
-                .filter(|piece| piece.source != destination)
-            {
-                for bar in &self.bars[piece.source] {
-                    let (start, end) = (
-                        bar.local.start.max(piece.local.start),
-                        bar.local.end.min(piece.local.end),
-                    );
-                    let Some(document) = bar.document.filter(|_| start < end) else {
-                        continue;
-                    };
-                    let arrow = arrows
-                        .entry((document, destination, piece.source))
-                        .or_insert(Arrow {
-                            document,
-                            source: piece.source,
-                            destination,
-                            local: start..end,
-                            num_tokens: 0,
-                        });
-                    arrow.num_tokens += end - start;
-                    // It starts at the longest run.
-                    if end - start > arrow.local.len() {
-                        arrow.local = start..end;
-                    }
-                }
-            }
-        }
-        let num = arrows.len();
-        let mut arrows: Vec<Arrow> = arrows.into_values().collect();
-        arrows.sort_by_key(|arrow| std::cmp::Reverse(arrow.num_tokens));
-        arrows.truncate(MAX_ARROWS);
-        (arrows, num)
     }
 
     fn draw_arrows(&self, canvas: &Canvas<'_>, arrows: &[Arrow]) -> Drawn {
@@ -396,55 +343,4 @@ fn curve(from: (i32, i32), to: (i32, i32)) -> Vec<(i32, i32)> {
             (x.round() as i32, y.round() as i32)
         })
         .collect()
-}
-
-/// What stands in a rank's shard, in local order.
-fn bars(plan: &AttentionPlan, rank: usize) -> Vec<Bar> {
-    let row = plan.documents().row(0);
-    let mut bars: Vec<Bar> = Vec::new();
-    let mut push = |bar: Bar| match bars.last_mut() {
-        Some(last)
-            if last.document == bar.document
-                && (bar.document.is_none() || last.position + last.local.len() == bar.position) =>
-        {
-            last.local.end = bar.local.end;
-        }
-        _ => bars.push(bar),
-    };
-    let mut local = 0;
-    for owned in plan.layout().ranges(rank) {
-        let mut at = owned.start;
-        let padding = |from: usize, to: usize| Bar {
-            document: None,
-            local: local + from - owned.start..local + to - owned.start,
-            position: 0,
-        };
-        let first = row.partition_point(|document| document.extent.end <= owned.start);
-        for (document, table) in row.iter().enumerate().skip(first) {
-            if table.extent.start >= owned.end {
-                break;
-            }
-            let mut position = 0;
-            for run in &table.runs {
-                let (from, to) = (run.start.max(owned.start), run.end.min(owned.end));
-                if from < to {
-                    if at < from {
-                        push(padding(at, from));
-                    }
-                    push(Bar {
-                        document: Some(document),
-                        local: local + from - owned.start..local + to - owned.start,
-                        position: position + from - run.start,
-                    });
-                    at = to;
-                }
-                position += run.len();
-            }
-        }
-        if at < owned.end {
-            push(padding(at, owned.end));
-        }
-        local += owned.len();
-    }
-    bars
 }

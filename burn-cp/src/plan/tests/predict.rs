@@ -60,7 +60,7 @@ fn heads_are_traded_for_tokens_and_back() {
 }
 
 #[test]
-fn strategies_that_cannot_serve_a_plan_are_refused_and_never_chosen() {
+fn strategies_that_cannot_serve_a_plan_are_refused() {
     let hardware = Hardware::default();
     let spread = plan(&ids(&[16], 0), 4, MaskKind::CAUSAL);
     assert_eq!(
@@ -119,6 +119,25 @@ fn strategies_that_cannot_serve_a_plan_are_refused_and_never_chosen() {
             got: 2
         }
     );
+}
+
+#[test]
+fn the_fastest_that_can_serve_a_plan_is_chosen() {
+    let hardware = Hardware::default();
+    let plans = [
+        plan(&ids(&[16], 0), 4, MaskKind::CAUSAL),
+        plan(&ids(&[6, 6, 4], 0), 4, MaskKind::CAUSAL),
+        plan(&ids(&[16], 0), 2, MaskKind::Full),
+    ];
+    let odd = CostShape {
+        num_heads: 6,
+        num_kv_heads: 2,
+        ..SHAPE
+    };
+    let few = CostShape {
+        num_kv_heads: 2,
+        ..SHAPE
+    };
     for shape in [SHAPE, odd, few] {
         for link_gbs in [0.001, 1.0, 1e6] {
             for tflops in [1e-6, 1.0, 1e6] {
@@ -127,7 +146,7 @@ fn strategies_that_cannot_serve_a_plan_are_refused_and_never_chosen() {
                     tflops,
                     ..hardware
                 };
-                for plan in [&spread, &neighbours, &full] {
+                for plan in &plans {
                     let chosen = plan.choose(&shape, &hardware);
                     assert!(!matches!(
                         chosen,
