@@ -144,25 +144,11 @@ impl<'a, V> FrameSharded<'a, V> {
         };
         self.check_scope(&pixels, grids)?;
         let shares = self.plan(grids)?;
+        if shares.is_replicated() {
+            return self.run_whole(pixels, grids, &shares, rows);
+        }
         let share = &shares.shares()[self.group.rank()];
         let trainable = self.tower.is_trainable();
-        if shares.is_replicated() {
-            let returned = self.tower.forward(pixels, grids);
-            let features = returned_features(returned)?
-                .and_then(|features| {
-                    OutputForm::of(&features, share.num_tokens, trainable)?;
-                    Ok(features)
-                })
-                .map_err(|fault| self.fault(self.group.rank(), fault))?;
-            return match rows {
-                None => Ok(features),
-                Some(rows) => {
-                    let rank = self.group.global_ranks()[self.group.rank()];
-                    delivery::check_rows(rows, shares.num_real_tokens(), rank)?;
-                    Ok(delivery::select(features, rows))
-                }
-            };
-        }
         let merge = self.tower.spatial_merge_size();
         let num_rows = share.pixel_rows.len() + share.num_floor_rows();
         let outcome = self
@@ -186,6 +172,34 @@ impl<'a, V> FrameSharded<'a, V> {
             }
         };
         Ok(delivery::split(received, &form.widths))
+    }
+
+    /// The tower on all frames, where they are not split.
+    fn run_whole<B: Backend>(
+        &self,
+        pixels: Tensor<B, 2>,
+        grids: &[[usize; 3]],
+        shares: &FrameShares,
+        rows: Option<&[Range<usize>]>,
+    ) -> Result<VisionFeatures<B>, VisionError>
+    where
+        V: VisionTower<B>,
+    {
+        let num_rows = shares.num_real_tokens();
+        let features = returned_features(self.tower.forward(pixels, grids))?
+            .and_then(|features| {
+                OutputForm::of(&features, num_rows, self.tower.is_trainable())?;
+                Ok(features)
+            })
+            .map_err(|fault| self.fault(self.group.rank(), fault))?;
+        match rows {
+            None => Ok(features),
+            Some(rows) => {
+                let rank = self.group.global_ranks()[self.group.rank()];
+                delivery::check_rows(rows, num_rows, rank)?;
+                Ok(delivery::select(features, rows))
+            }
+        }
     }
 
     /// Refuses gradients over replicas, and replicas that were given something else.

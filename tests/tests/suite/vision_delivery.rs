@@ -11,8 +11,8 @@ use burn_cp::{
     layout::{Documents, LayoutPolicy},
     nn::SequenceModel,
     sharder::{
-        ContextParallel, ContextParallelConfig, ModelCapabilities, PrimaryStream, StepError,
-        Violation,
+        ContextParallel, ContextParallelConfig, CpStep, ModelCapabilities, PrimaryStream,
+        StepError, Violation,
     },
     vision::{
         FrameSharded, TowerError, VisionDelivery, VisionError, VisionFeatures,
@@ -320,61 +320,66 @@ fn the_adjoint_of_a_delivery_is_its_transpose() {
     }
 }
 
+const FRAMES: usize = 64;
+
 /// 64 frames of a token each, spread evenly over 256 tokens.
+fn spread_batch() -> SequenceBatch<B> {
+    let marks: Vec<bool> = (0..4 * FRAMES).map(|token| token % 4 == 1).collect();
+    let pixels = Host::from_fn([1, FRAMES, 3], |[_, row, _]| (1 + row) as f64);
+    let ids = TensorData::zeros::<i64, _>([1, 4 * FRAMES]);
+    SequenceBatch::from_ids(ids).with_media(Media {
+        name: "image".into(),
+        pixels: pixels.tensor::<B>(DType::F64).squeeze_dim(0),
+        grids: vec![[1, 1, 1]; FRAMES],
+        spatial_merge_size: 1,
+        placeholders: TensorData::new(marks, [1, 4 * FRAMES]),
+    })
+}
+
+/// A step of it whose tower is split, and delivers so.
+fn spread_step(groups: &Groups, delivery: VisionDelivery) -> CpStep<B> {
+    let config = ContextParallelConfig {
+        layout: LayoutPolicy::HeadTail,
+        vision: VisionShardingConfig::always()
+            .with_min_local_patch_rows(0)
+            .with_delivery(delivery),
+        ..ContextParallelConfig::default()
+    };
+    sharder(groups, config)
+        .shard(spread_batch(), &Default::default())
+        .unwrap()
+}
+
+/// Rows that this rank receives from others and holds, and its tokens' features.
+fn received(groups: &Groups, delivery: VisionDelivery) -> (usize, usize, Vec<f64>) {
+    let step = spread_step(groups, delivery);
+    let features = step.encode_media(&Identity).unwrap().expect("media");
+    let local = floats(&step.scatter_media(features.embeddings.clone()));
+    let (group, shares) = (step.group(), step.frame_shares(&Identity).unwrap());
+    let wanted = group.host_all_gather("rows", step.media_rows()).unwrap();
+    let received = match delivery {
+        VisionDelivery::Gathered => FRAMES - shares.shares()[group.rank()].num_tokens,
+        VisionDelivery::ToConsumers if shares.is_replicated() => 0,
+        VisionDelivery::ToConsumers => {
+            let plan = shares.delivery(&wanted, group.rank()).unwrap();
+            let others = plan
+                .pieces()
+                .iter()
+                .filter(|piece| piece.source != group.rank());
+            others.map(|piece| piece.range.len()).sum()
+        }
+    };
+    let held = features.embeddings.dims()[0];
+    assert_eq!(features.deepstack[0].dims()[0], held);
+    (received, held, local)
+}
+
 #[test]
 fn what_a_rank_receives_and_holds_shrinks_with_the_number_of_ranks() {
-    const FRAMES: usize = 64;
     for world_size in [1, 2, 4, 8] {
-        let config = |delivery| ContextParallelConfig {
-            layout: LayoutPolicy::HeadTail,
-            vision: VisionShardingConfig::always()
-                .with_min_local_patch_rows(0)
-                .with_delivery(delivery),
-            ..ContextParallelConfig::default()
-        };
-        let rows_of = |delivery| {
-            on_groups(&[("cp", world_size)], |groups| {
-                let marks: Vec<bool> = (0..256).map(|token| token % 4 == 1).collect();
-                let pixels = Host::from_fn([1, FRAMES, 3], |[_, row, _]| row as f64);
-                let batch = SequenceBatch::from_ids(TensorData::zeros::<i64, _>([1, 256]))
-                    .with_media(Media {
-                        name: "image".into(),
-                        pixels: pixels.tensor::<B>(DType::F64).squeeze_dim(0),
-                        grids: vec![[1, 1, 1]; FRAMES],
-                        spatial_merge_size: 1,
-                        placeholders: TensorData::new(marks, [1, 256]),
-                    });
-                let step = sharder(&groups, config(delivery))
-                    .shard(batch, &Default::default())
-                    .unwrap();
-                let features = step.encode_media(&Identity).unwrap().expect("media");
-                let local = floats(&step.scatter_media(features.embeddings.clone()));
-                let shares = step.frame_shares(&Identity).unwrap();
-                let wanted = step
-                    .group()
-                    .host_all_gather("rows", step.media_rows())
-                    .unwrap();
-                let received = match delivery {
-                    VisionDelivery::Gathered => {
-                        FRAMES - shares.shares()[step.group().rank()].num_tokens
-                    }
-                    VisionDelivery::ToConsumers if shares.is_replicated() => 0,
-                    VisionDelivery::ToConsumers => {
-                        let plan = shares.delivery(&wanted, step.group().rank()).unwrap();
-                        let pieces = plan.pieces().iter();
-                        pieces
-                            .filter(|piece| piece.source != step.group().rank())
-                            .map(|piece| piece.range.len())
-                            .sum()
-                    }
-                };
-                let held = features.embeddings.dims()[0];
-                assert_eq!(features.deepstack[0].dims()[0], held);
-                (received, held, local)
-            })
-        };
-        let gathered = rows_of(VisionDelivery::Gathered);
-        let delivered = rows_of(VisionDelivery::ToConsumers);
+        let of = |delivery| on_groups(&[("cp", world_size)], |groups| received(&groups, delivery));
+        let gathered = of(VisionDelivery::Gathered);
+        let delivered = of(VisionDelivery::ToConsumers);
         for (rank, (all, own)) in gathered.iter().zip(&delivered).enumerate() {
             let what = format!("rank {rank} of {world_size}");
             assert!(all.2 == own.2, "{what}: other features");
@@ -383,6 +388,26 @@ fn what_a_rank_receives_and_holds_shrinks_with_the_number_of_ranks() {
             assert_eq!(all.0, FRAMES - FRAMES / world_size, "{what}");
             assert!(own.0 <= FRAMES / world_size, "{what}: {}", own.0);
         }
+    }
+}
+
+#[test]
+fn a_frozen_tower_over_replicas_delivers_to_each_of_them() {
+    let parts = on_groups(&[("cp", 2), ("tp", 2)], |groups| {
+        let both = groups.along(&["cp", "tp"]).unwrap();
+        let step = spread_step(&groups, VisionDelivery::ToConsumers);
+        let features = step
+            .encode_media_over(&Identity, &both)
+            .unwrap()
+            .expect("media");
+        assert_eq!(features.embeddings.dims(), [FRAMES / 2, 3]);
+        let step_of_all = spread_step(&groups, VisionDelivery::Gathered);
+        let all = step_of_all.encode_media(&Identity).unwrap().expect("media");
+        let want = floats(&step_of_all.scatter_media(all.embeddings));
+        (floats(&step.scatter_media(features.embeddings)), want)
+    });
+    for (rank, (got, want)) in parts.iter().enumerate() {
+        assert!(got == want, "rank {rank}: other features");
     }
 }
 
