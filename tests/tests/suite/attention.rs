@@ -71,6 +71,7 @@ impl Case {
             options: AttentionOptions {
                 mask: random_mask(random),
                 scale,
+                ..Default::default()
             },
             documents,
             world_size,

@@ -46,7 +46,10 @@ fn case(documents: Documents, mask: MaskKind, num_heads: usize) -> Case {
         layout: LayoutPolicy::Identity,
         exchange: ExchangeStrategy::AllGather,
         world_size: 1,
-        options: AttentionOptions { mask, scale: None },
+        options: AttentionOptions {
+            mask,
+            ..Default::default()
+        },
         problem,
     }
 }
