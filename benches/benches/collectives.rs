@@ -45,7 +45,11 @@ struct Args {
 type Failure = Box<dyn Error + Send + Sync>;
 
 /// The collectives that are timed: their name, this rank's view, rows that go in, and the share of a rank's rows that crosses the wire.
-fn operations(rank: usize, size: usize, num_rows: usize) -> Vec<(&'static str, Collective, usize, f64)> {
+fn operations(
+    rank: usize,
+    size: usize,
+    num_rows: usize,
+) -> Vec<(&'static str, Collective, usize, f64)> {
     let sizes: Arc<[usize]> = vec![num_rows; size].into();
     let part = num_rows / size;
     // What an all-to-all moves, as a planned exchange.
@@ -105,13 +109,23 @@ where
             B::sync(&device)?;
             let time = start.elapsed() / args.repeats;
             group.barrier()?;
-            say(context, (name, mib), [time, host], (mib << 20) as f64 * share);
+            say(
+                context,
+                (name, mib),
+                [time, host],
+                (mib << 20) as f64 * share,
+            );
         }
     }
     Ok(())
 }
 
-fn say(context: &RankContext, (op, mib): (&str, usize), [time, host]: [Duration; 2], num_bytes: f64) {
+fn say(
+    context: &RankContext,
+    (op, mib): (&str, usize),
+    [time, host]: [Duration; 2],
+    num_bytes: f64,
+) {
     if context.rank() != 0 {
         return;
     }

@@ -17,7 +17,7 @@ use burn_cp::{
     launch::RankDevice,
     layout::{Documents, LayoutPolicy},
     mesh::DeviceMesh,
-    nn::SequenceSharded,
+    nn::{SequenceModel, SequenceSharded},
     optim::GradientSync,
     plan::ExchangeStrategy,
     sharder::{ContextParallel, ContextParallelConfig},
@@ -117,7 +117,11 @@ fn model(shape: Shape) -> Qwen3VlConfig {
     };
     let (sections, deepstack, ids) = match shape {
         Shape::Tiny => ([4, 2, 2], vec![0, 1], [500, 501, 502, 503]),
-        Shape::TwoB => ([24, 20, 20], vec![5, 11, 17], [151_655, 151_656, 151_652, 151_653]),
+        Shape::TwoB => (
+            [24, 20, 20],
+            vec![5, 11, 17],
+            [151_655, 151_656, 151_652, 151_653],
+        ),
     };
     let config = json!({
         "text_config": {
@@ -160,11 +164,20 @@ fn batch<B: Backend>(
         };
         let document: Vec<i64> = (0..len).map(id).collect();
         let mine: &[[usize; 3]] = if has_image { &[grid] } else { &[] };
-        for (axis, more) in positions.iter_mut().zip(mrope_positions(&document, mine, &[], config)?) {
+        for (axis, more) in positions
+            .iter_mut()
+            .zip(mrope_positions(&document, mine, &[], config)?)
+        {
             axis.extend(more);
         }
         grids.extend_from_slice(mine);
-        labels.extend((0..len).map(|i| if i + 1 < len && i + 1 >= image { document[i + 1] } else { -100 }));
+        labels.extend((0..len).map(|i| {
+            if i + 1 < len && i + 1 >= image {
+                document[i + 1]
+            } else {
+                -100
+            }
+        }));
         ids.extend(document);
     }
     let num_tokens = ids.len();

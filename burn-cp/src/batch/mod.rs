@@ -46,6 +46,7 @@ pub struct SequenceBatch<B: Backend> {
     pub(crate) media: Vec<Media<B>>,
     pub(crate) deepstack: Option<(TensorData, Vec<Tensor<B, 2>>)>,
     pub(crate) streams: BTreeMap<String, Stream<B>>,
+    pub(crate) dropout_seed: Option<u64>,
 }
 
 impl<B: Backend> SequenceBatch<B> {
@@ -72,6 +73,7 @@ impl<B: Backend> SequenceBatch<B> {
             media: Vec::new(),
             deepstack: None,
             streams: BTreeMap::new(),
+            dropout_seed: None,
         }
     }
 
@@ -159,6 +161,14 @@ impl<B: Backend> SequenceBatch<B> {
     #[must_use]
     pub fn with_stream(mut self, name: impl Into<String>, stream: Stream<B>) -> Self {
         self.streams.insert(name.into(), stream);
+        self
+    }
+
+    /// What dropout is drawn from in this step: another number for each step and microbatch, the same on all ranks that hold
+    /// the batch, another on other data-parallel ranks. A model with dropout needs it in training.
+    #[must_use]
+    pub fn with_dropout_seed(mut self, seed: u64) -> Self {
+        self.dropout_seed = Some(seed);
         self
     }
 

@@ -42,9 +42,9 @@ mod wire;
 use burn::tensor::{Numeric, Shape, Tensor};
 
 pub use backend::CollectiveBackend;
+pub use exchange::{ExchangeError, ExchangePlan, Piece, SentRange};
 pub use host_read::num_host_reads;
 pub(crate) use host_read::read_to_host;
-pub use exchange::{ExchangeError, ExchangePlan, Piece, SentRange};
 pub use linear::{Call, Collective};
 pub use messages::run_by_messages;
 pub use payload::{CollectiveElement, Payload};

@@ -9,6 +9,7 @@ use burn::{
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
+use super::AuditError;
 use crate::{
     collectives::{CollectiveBackend, Payload, read_to_host},
     comm::{CommError, FailureCause, ProcessGroup, Transport, odd_one_out},
@@ -49,6 +50,9 @@ pub enum ParameterError {
     /// The configuration asks for what the model does not declare to support.
     #[error(transparent)]
     Unsupported(#[from] CapabilityError),
+    /// The model holds attention that would see its own rank's tokens only.
+    #[error(transparent)]
+    Unconverted(#[from] AuditError),
     /// The ranks could not talk to each other.
     #[error(transparent)]
     Comm(#[from] CommError),

@@ -29,6 +29,7 @@ struct Parcel {
     media: Vec<(String, Vec<[usize; 3]>, usize, TensorData)>,
     deepstack: Option<TensorData>,
     streams: Vec<String>,
+    dropout_seed: Option<u64>,
     tensors: Vec<Form>,
 }
 
@@ -163,6 +164,7 @@ impl Parcel {
                 .collect(),
             deepstack: batch.deepstack.map(|(mask, _)| mask),
             streams: batch.streams.into_keys().collect(),
+            dropout_seed: batch.dropout_seed,
             tensors: tensors.iter().map(form).collect(),
         }
     }
@@ -208,6 +210,7 @@ impl Parcel {
             media,
             deepstack: self.deepstack.clone().map(|mask| (mask, layers)),
             streams,
+            dropout_seed: self.dropout_seed,
         }
     }
 }

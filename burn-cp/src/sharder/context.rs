@@ -190,6 +190,7 @@ fn digest<B: Backend>(batch: &SequenceBatch<B>, checked: &CheckedBatch) -> [u8; 
     for name in batch.streams.keys() {
         hash.update(format!("stream {name:?}"));
     }
+    hash.update(format!("dropout {:?}", batch.dropout_seed));
     for media in &batch.media {
         hash.update(format!(
             "{} {:?} {}",

@@ -54,6 +54,7 @@ pub(super) struct LocalStreams<B: Backend> {
     pub(super) media_rows: LocalPlaceholders,
     pub(super) deepstack: Vec<Tensor<B, 3>>,
     pub(super) streams: BTreeMap<String, Payload<B>>,
+    pub(super) dropout_seed: Option<u64>,
     pub(super) device: B::Device,
 }
 
@@ -165,6 +166,11 @@ impl<B: ContextParallelBackend> CpStep<B> {
         &self.inner.local.device
     }
 
+    /// What the batch wants dropout to be drawn from.
+    pub fn dropout_seed(&self) -> Option<u64> {
+        self.inner.local.dropout_seed
+    }
+
     /// Token ids: `[batch, local_tokens]`, or `[batch, padded seq]` where the primary stream is left whole.
     ///
     /// # Errors
@@ -198,6 +204,13 @@ impl<B: ContextParallelBackend> CpStep<B> {
     /// Positions `[axes, batch, local_tokens]`: 1 axis, or as many as the batch gave.
     pub fn positions(&self) -> Tensor<B, 3, Int> {
         self.inner.local.positions.clone()
+    }
+
+    /// Positions for learned embeddings `[batch, local_tokens]`: those of the first axis of [`Self::positions`], and 0 at padding,
+    /// where they would count on past the longest document.
+    pub fn embedding_positions(&self) -> Tensor<B, 2, Int> {
+        let positions = self.positions().narrow(0, 0, 1).squeeze_dim::<2>(0);
+        positions.mask_fill(self.padding_mask(), 0)
     }
 
     /// `[batch, local_tokens]`, true where a token is padding: the batch's own, or added by the layout.

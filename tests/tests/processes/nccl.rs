@@ -60,7 +60,10 @@ fn a_process_that_is_killed_in_an_exchange_ends_the_other() {
     world.kill_when_ready(1);
     let reports = world.finish();
     let error = reports[0]["error"].as_str().unwrap_or_default();
-    contains(error, &["rank 1 failed", "its process ended without a word"]);
+    contains(
+        error,
+        &["rank 1 failed", "its process ended without a word"],
+    );
     // Starting and compiling kernels takes its time.
     let elapsed = Duration::from_millis(reports[0]["elapsed_ms"].as_u64().unwrap_or(u64::MAX));
     assert!(elapsed < DEADLINE + 3 * MARGIN, "{}", reports[0]);

@@ -75,7 +75,11 @@ impl Case {
             placed,
             layout,
             exchange: random.one_of(&[ExchangeStrategy::AllGather, ExchangeStrategy::NeededOnly]),
-            options: AttentionOptions { mask, scale },
+            options: AttentionOptions {
+                mask,
+                scale,
+                ..Default::default()
+            },
             documents,
             world_size,
             problem,

@@ -46,7 +46,10 @@ pub(crate) fn case(documents: Documents, mask: MaskKind, num_heads: usize) -> Ca
         layout: LayoutPolicy::Identity,
         exchange: ExchangeStrategy::AllGather,
         world_size: 1,
-        options: AttentionOptions { mask, scale: None },
+        options: AttentionOptions {
+            mask,
+            ..Default::default()
+        },
         problem,
     }
 }

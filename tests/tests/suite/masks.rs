@@ -11,7 +11,7 @@ use burn_cp::{
     batch::SequenceBatch,
     layout::{Document, Documents, LayoutPolicy},
     nn::ContextParallelAttentionConfig,
-    plan::{ExchangeStrategy, KvShape, MaskKind},
+    plan::{CostShape, ExchangeStrategy, MaskKind},
     sharder::ContextParallelConfig,
 };
 use burn_cp_tests::{
@@ -140,9 +140,11 @@ fn layers_mix_masks_within_a_step_and_each_moves_only_what_it_sees() {
         .with_spans(&[vec![6..10]])
         .unwrap();
     let ids = TensorData::zeros::<i64, _>([1, 32]);
-    let shape = KvShape {
+    let shape = CostShape {
+        num_heads: 2,
         num_kv_heads: 2,
         head_dim: 8,
+        v_head_dim: 8,
         bytes_per_element: 4,
     };
     on_groups(&[("cp", 4)], |groups| {

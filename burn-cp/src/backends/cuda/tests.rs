@@ -472,8 +472,9 @@ where
             .with_documents(Documents::from_lengths(&[vec![100, 150]], 256)?);
         let step = cp.shard(batch, &device)?;
         let tokens = step.local_len();
-        let random =
-            || Api::<B, 4>::random([1, 2, tokens, 64], Distribution::Default, &device).require_grad();
+        let random = || {
+            Api::<B, 4>::random([1, 2, tokens, 64], Distribution::Default, &device).require_grad()
+        };
         let (q, k, v) = (random(), random(), random());
         let reads = num_host_reads();
         let mut x = q.clone();

@@ -37,7 +37,11 @@ type Bits = ([usize; 3], DType, Vec<u64>);
 
 fn bits<B: CollectiveBackend>(out: &Tensor<B, 3>) -> Bits {
     // Devices cannot read what has no elements.
-    let bits = if out.dims().contains(&0) { Vec::new() } else { to_bits(out) };
+    let bits = if out.dims().contains(&0) {
+        Vec::new()
+    } else {
+        to_bits(out)
+    };
     (out.dims(), out.dtype(), bits)
 }
 
@@ -79,7 +83,10 @@ fn adjoints(group: &ProcessGroup, random: &mut Random) {
         let op = Operation::random(kind, group.size(), random);
         let inputs = op.inputs(|len| random.floats(len));
         let outputs = op.on_host(&inputs);
-        let empty = inputs.iter().chain(&outputs).any(|host| host.values.is_empty());
+        let empty = inputs
+            .iter()
+            .chain(&outputs)
+            .any(|host| host.values.is_empty());
         if DEVICE != Device::Cpu && empty {
             // Burn's arithmetic on devices fails on tensors without elements.
             continue;
@@ -133,7 +140,10 @@ fn integers_and_booleans(group: &ProcessGroup, random: &mut Random) {
 
 /// Sums and messages of more bytes than MPI sends at once, and of which each rank adds up a part.
 fn large(group: &ProcessGroup, random: &mut Random) {
-    fn sum_and_all<B: CollectiveBackend>(mine: Tensor<B, 3>, group: &ProcessGroup) -> [Vec<u64>; 2] {
+    fn sum_and_all<B: CollectiveBackend>(
+        mine: Tensor<B, 3>,
+        group: &ProcessGroup,
+    ) -> [Vec<u64>; 2] {
         let sum = collectives::all_reduce(mine.clone(), group);
         let all = collectives::all_gather(mine, 1, group);
         [to_bits(&sum), to_bits(&all)]
@@ -199,7 +209,8 @@ pub(crate) fn broadcast(context: &RankContext) -> Result<(), AnyError> {
     let labels: Vec<i64> = (0..16).map(|i| if i < 14 { i } else { -100 }).collect();
     let batch = || {
         let values: Vec<f32> = (0_u16..64).map(f32::from).collect();
-        let embeddings = Tensor::<TestBackend, 3>::from_data(TensorData::new(values, [1, 16, 4]), &device);
+        let embeddings =
+            Tensor::<TestBackend, 3>::from_data(TensorData::new(values, [1, 16, 4]), &device);
         Ok::<_, AnyError>(
             SequenceBatch::from_embeddings(embeddings)
                 .with_labels(TensorData::new(labels.clone(), [1, 16]))
