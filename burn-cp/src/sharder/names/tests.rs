@@ -64,7 +64,7 @@ fn every_name_of_a_layout_is_read() {
         ("thd_dual_chunk_swap", DualChunkSwap),
         (
             "balanced",
-            Balanced {
+            LayoutPolicy::Balanced {
                 visibility: Visibility::default(),
             },
         ),
@@ -91,13 +91,13 @@ fn every_name_of_a_layout_is_read() {
         (json!({ "round-robin": null }), HeadTail),
         (
             json!({ "balanced": {} }),
-            Balanced {
+            LayoutPolicy::Balanced {
                 visibility: Visibility::default(),
             },
         ),
         (
             json!({ "balanced": { "visibility": "full" } }),
-            Balanced {
+            LayoutPolicy::Balanced {
                 visibility: Visibility::Full,
             },
         ),
