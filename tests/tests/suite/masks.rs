@@ -157,7 +157,7 @@ fn layers_mix_masks_within_a_step_and_each_moves_only_what_it_sees() {
             assert!(Arc::ptr_eq(&plan, &step.plan(mask).unwrap()), "made once");
             let bytes = |rank| plan.exchange_bytes(ExchangeStrategy::NeededOnly, &shape, rank);
             (0..4)
-                .map(|rank| bytes(rank).received / shape.bytes_per_token())
+                .map(|rank| bytes(rank).received / shape.kv_bytes_per_token())
                 .collect::<Vec<_>>()
         };
         assert_eq!(received(MaskKind::CAUSAL), [0, 8, 16, 24]);
