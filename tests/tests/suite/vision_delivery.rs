@@ -98,13 +98,12 @@ fn batch(case: Case, layout: &LayoutPolicy, world_size: usize) -> SequenceBatch<
     } else {
         batch.with_documents(documents)
     };
-    for media in [
+    let media = [
         media("image", case.images, 1),
         media("video", case.video, 2),
-    ] {
-        if let Some(media) = media {
-            batch = batch.with_media(media);
-        }
+    ];
+    for media in media.into_iter().flatten() {
+        batch = batch.with_media(media);
     }
     batch
 }

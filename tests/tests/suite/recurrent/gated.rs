@@ -184,7 +184,7 @@ fn a_model_of_gated_linear_attention_trains_as_on_one_rank() {
             // Uneven, out of order, shards shorter than a convolution reaches, and ranks without a token of the batch.
             let mut custom = vec![Vec::new(); world_size];
             custom[world_size - 1] = vec![21..26, 0..5];
-            custom[0] = vec![5..20];
+            custom[0].push(5..20);
             custom[1].push(20..21);
             let layouts: BTreeMap<&str, LayoutPolicy> = BTreeMap::from([
                 ("contiguous", contiguous.clone()),
