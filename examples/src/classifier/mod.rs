@@ -11,7 +11,7 @@ pub mod text;
 
 use burn::{
     backend::{Autodiff, Flex},
-    module::{AutodiffModule, Module, ModuleVisitor, Param},
+    module::{AutodiffModule, Module, ModuleMapper, ModuleVisitor, Param},
     nn::transformer::TransformerEncoderConfig,
     optim::{AdamConfig, GradientsParams, Optimizer},
     tensor::{Tensor, TensorData, backend::Backend},
@@ -28,6 +28,7 @@ use burn_cp::{
     sharder::{ContextParallel, ContextParallelConfig, IGNORED_LABEL, StepError},
 };
 
+use rand::{Rng, SeedableRng, rngs::SmallRng};
 use shard::classify;
 use stock::{TextClassifier, TextClassifierConfig};
 use text::Passages;
@@ -82,7 +83,6 @@ pub enum ClassifierError {
 /// The first failure of the world.
 pub fn train(run: &ClassifierRun) -> Result<ClassifierOutcome, LaunchError> {
     let device = Default::default();
-    <Flex as Backend>::seed(&device, run.seed);
     let encoder = TransformerEncoderConfig::new(48, 96, 4, 2).with_dropout(run.dropout);
     let config = TextClassifierConfig::new(
         text::VOCAB_SIZE,
@@ -90,8 +90,11 @@ pub fn train(run: &ClassifierRun) -> Result<ClassifierOutcome, LaunchError> {
         text::CLASSES.len(),
         encoder,
     );
-    // Burn's parameters are drawn when they are first used: here, once for all ranks.
-    let model = materialised(config.init::<B>(&device));
+    // Burn's parameters are drawn when they are first used, and from a generator that all threads share: here, once for all ranks
+    // and from the seed alone.
+    let model = config
+        .init::<B>(&device)
+        .map(&mut Fill(SmallRng::seed_from_u64(run.seed), false));
     let outcomes = launch::threads(run.ranks, |rank| {
         train_rank(run, &rank, model.clone().fork(&device))
     })?;
@@ -189,7 +192,36 @@ pub fn max_rel_diff(got: &[f64], want: &[f64]) -> f64 {
     if diff == 0.0 { 0.0 } else { diff / largest }
 }
 
+/// Draws weights in proportion to their inputs, and leaves vectors as they are, but for biases of linear layers, which Burn draws.
+struct Fill(SmallRng, bool);
+
+impl<B: Backend> ModuleMapper<B> for Fill {
+    fn enter_module(&mut self, name: &str, container_type: &str) {
+        self.1 = name == "bias" && container_type == "Struct:Linear";
+    }
+
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+        if D == 1 && !self.1 {
+            param.val();
+            return param;
+        }
+        param.map(|tensor| {
+            let shape = tensor.shape();
+            let bound = if D == 1 {
+                0.0
+            } else {
+                1.0 / (shape.dims::<D>()[0] as f32).sqrt()
+            };
+            let values: Vec<f32> = (0..shape.num_elements())
+                .map(|_| bound * self.0.random_range(-1.0f32..1.0))
+                .collect();
+            Tensor::from_data(TensorData::new(values, shape), &tensor.device()).require_grad()
+        })
+    }
+}
+
 /// The module with every parameter drawn.
+#[cfg(test)]
 fn materialised<B: Backend, M: Module<B>>(module: M) -> M {
     struct Draw;
     impl<B: Backend> ModuleVisitor<B> for Draw {
