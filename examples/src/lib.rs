@@ -1,8 +1,11 @@
 //! Models and programs that train over several ranks with `burn-cp`.
 //!
-//! [`models`] holds real multimodal architectures, [`data`] the documents that the programs read, [`train`] the training run of
-//! `train-vlm`, [`plan`] the command that compares layouts and exchanges. The programs themselves are in `src/bin`.
+//! [`models`] holds real multimodal architectures, [`classifier`] a stock text classifier, [`data`] the documents that the programs
+//! read, [`train`] the training run of `train-vlm`, [`plan`] the command that compares layouts and exchanges. The programs themselves
+//! are in `src/bin`.
 
+#[cfg(feature = "flex")]
+pub mod classifier;
 pub mod data;
 pub mod models;
 pub mod plan;
