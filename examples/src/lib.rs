@@ -1,8 +1,13 @@
 //! Models and programs that train over several ranks with `burn-cp`.
 //!
-//! [`models`] holds real multimodal architectures, [`data`] the documents that the programs read, [`train`] the training run of
-//! `train-vlm`. The programs themselves are in `src/bin`.
+//! [`models`] holds real multimodal architectures, [`hf`] published model directories, [`data`] the documents that the programs read,
+//! [`train`] the training run of `train-vlm`, `finetune` and `generate` the programs for published models. The programs themselves are in `src/bin`.
 
 pub mod data;
+#[cfg(feature = "flex")]
+pub mod finetune;
+#[cfg(feature = "flex")]
+pub mod generate;
+pub mod hf;
 pub mod models;
 pub mod train;
