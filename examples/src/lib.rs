@@ -8,6 +8,7 @@ pub mod data;
 pub mod finetune;
 #[cfg(feature = "flex")]
 pub mod generate;
+#[cfg(any(feature = "flex", feature = "ndarray"))]
 pub mod hf;
 pub mod models;
 pub mod train;

@@ -38,9 +38,9 @@ pub struct FinetuneArgs {
     /// How ranks are started: as threads of this process, or as processes by torchrun, mpirun or srun
     #[arg(long, value_enum, default_value_t)]
     pub launch: Launch,
-    /// Number of ranks where they are threads
-    #[arg(long, default_value_t = 1)]
-    pub ranks: usize,
+    /// Number of ranks where they are threads [default: 1]
+    #[arg(long)]
+    pub ranks: Option<usize>,
     /// Ranks along the data-parallel axis; the mesh is dp x (ranks / dp)
     #[arg(long, default_value_t = 1)]
     pub dp: usize,
@@ -139,6 +139,12 @@ pub enum FinetuneError {
         /// Largest relative difference of a gradient.
         gradient: f64,
     },
+    /// Flags that contradict each other.
+    #[error("--ranks {ranks} with --launch env: the number of ranks is that of the processes")]
+    RanksOfProcesses {
+        /// What `--ranks` says.
+        ranks: usize,
+    },
     /// Ctrl-C cannot be caught.
     #[error("cannot listen for Ctrl-C: {0}")]
     Interrupt(#[from] ctrlc::Error),
@@ -204,11 +210,13 @@ fn steps_of(corpus: &Corpus, config: &FinetuneConfig, epochs: u64) -> u64 {
 /// # Errors
 /// A wrong flag, a directory that is no model, a line that is no conversation, a folder that cannot be written, or a rank that failed.
 pub fn run(args: &FinetuneArgs) -> Result<bool, FinetuneError> {
-    let place = match args.launch {
-        Launch::Threads => None,
-        Launch::Env => Some(Place::from_env().map_err(LaunchError::from)?),
+    let place = match (args.launch, args.ranks) {
+        (Launch::Threads, _) => None,
+        (Launch::Env, Some(ranks)) => return Err(FinetuneError::RanksOfProcesses { ranks }),
+        (Launch::Env, None) => Some(Place::from_env().map_err(LaunchError::from)?),
     };
-    let mut config = args.config(place.as_ref().map_or(args.ranks, |place| place.world_size));
+    let threads = args.ranks.unwrap_or(1);
+    let mut config = args.config(place.as_ref().map_or(threads, |place| place.world_size));
     config.validate()?;
     let directory = ModelDirectory::open(&args.model)?;
     let needs_media = config.freeze == Freeze::Text;

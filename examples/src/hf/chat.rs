@@ -112,3 +112,59 @@ fn wrong(error: &Error) -> PromptError {
         reason: error.to_string(),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What published templates are made of: counters that outlive loops, macros, Python's methods, slices, tests and filters.
+    const TEMPLATE: &str = r#"{%- set seen = namespace(images=0) -%}
+{%- macro shown(content) -%}
+    {%- if content is string -%}{{- content.strip().split('|')[-1].lstrip('\n') -}}
+    {%- else -%}
+        {%- for part in content -%}
+            {%- if part.type == 'image' or 'image' in part -%}
+                {%- set seen.images = seen.images + 1 -%}
+                {%- if add_vision_id -%}Picture {{ seen.images }}: {%- endif -%}
+                <img>
+            {%- elif 'text' in part -%}{{- part.text -}}{%- endif -%}
+        {%- endfor -%}
+    {%- endif -%}
+{%- endmacro -%}
+{%- if messages[::-1][0].role.startswith('assist') -%}answered:{%- endif -%}
+{%- for message in messages -%}
+    {%- if loop.first and message.role != 'user' -%}{{- raise_exception('a user begins') -}}{%- endif -%}
+    [{{ message.role }}|{{ shown(message.content) }}]
+{%- endfor -%}
+{%- if tools -%}tools{%- endif -%}
+{{- ' ' ~ seen.images if messages | length > 1 }}"#;
+
+    fn say(role: &str, content: Content) -> Message {
+        Message {
+            role: role.into(),
+            content,
+        }
+    }
+
+    #[test]
+    fn what_published_templates_use_is_understood() {
+        let template = ChatTemplate::new(TEMPLATE.into()).unwrap();
+        let parts = vec![
+            Part::Image {
+                image: "a.png".into(),
+            },
+            Part::Text {
+                text: "what?".into(),
+            },
+        ];
+        let messages = [
+            say("user", Content::Parts(parts)),
+            say("assistant", Content::Text(" x|\na cat ".into())),
+        ];
+        let text = template.render(&messages, false).unwrap();
+        assert_eq!(text, "answered:[user|<img>what?][assistant|a cat] 1");
+        let error = template.render(&messages[1..], false).unwrap_err();
+        assert!(error.to_string().contains("a user begins"), "{error}");
+        assert!(ChatTemplate::new("{% if %}".into()).is_err());
+    }
+}
