@@ -83,6 +83,26 @@ impl Document {
         document
     }
 
+    /// A document from its parts; see the fields.
+    #[must_use]
+    pub fn new(
+        ids: Vec<i64>,
+        labels: Vec<i64>,
+        positions: [Vec<i64>; 3],
+        media: Vec<Media>,
+        pixels: Vec<f32>,
+    ) -> Self {
+        let largest = positions.iter().flatten().max();
+        Self {
+            next_position: largest.map_or(0, |at| at + 1),
+            ids,
+            labels,
+            positions,
+            media,
+            pixels,
+        }
+    }
+
     /// Number of tokens.
     #[must_use]
     pub fn len(&self) -> usize {

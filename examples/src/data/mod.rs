@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 pub use digits::{Digit, Digits, Split};
 pub use documents::Document;
 pub use images::{Media, MediaKind, PatchShape};
-pub use packing::{Pack, PackSource};
+pub use packing::{Marks, Pack, PackSource};
 
 /// A label that the loss leaves out.
 pub const IGNORED_LABEL: i64 = -100;

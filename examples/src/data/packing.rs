@@ -12,10 +12,30 @@ use super::{DataConfig, DataError, Digits, Document, IGNORED_LABEL, Media, Patch
 /// Documents that may fail to fit one after the other before the rest of a pack becomes padding.
 const LOOK_AHEAD: usize = 8;
 
+/// Ids that mean something to a pack.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Marks {
+    /// Fills the tail.
+    pub padding: i64,
+    /// Placeholder of an image's token.
+    pub image: i64,
+    /// Placeholder of a video's token.
+    pub video: i64,
+}
+
+impl Marks {
+    /// Those of [`vocabulary`](super::vocabulary).
+    pub const DIGITS: Self = Self {
+        padding: vocab::PAD,
+        image: vocab::IMAGE,
+        video: vocab::VIDEO,
+    };
+}
+
 /// One packed stream, on the host.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Pack {
-    /// Token ids, `[tokens]`; the tail is [`vocabulary::PAD`](super::vocabulary::PAD).
+    /// Token ids, `[tokens]`; the tail is padding.
     pub ids: Vec<i64>,
     /// The next token's id where it is an answer digit, else [`IGNORED_LABEL`]: `[tokens]`, already shifted.
     pub labels: Vec<i64>,
@@ -49,7 +69,9 @@ impl Pack {
         self.document_lengths.iter().sum()
     }
 
-    fn from_documents(documents: Vec<Document>, tokens: usize) -> Self {
+    /// Documents one behind the other, and padding up to `tokens`; they must fit.
+    #[must_use]
+    pub fn from_documents(documents: Vec<Document>, tokens: usize, marks: Marks) -> Self {
         let mut pack = Self {
             ids: Vec::with_capacity(tokens),
             labels: Vec::with_capacity(tokens),
@@ -75,10 +97,10 @@ impl Pack {
             pack.media.extend(document.media);
             pack.pixels.extend(document.pixels);
         }
-        pack.ids.resize(tokens, vocab::PAD);
+        pack.ids.resize(tokens, marks.padding);
         pack.labels.resize(tokens, IGNORED_LABEL);
-        pack.image_mask = pack.ids.iter().map(|&id| id == vocab::IMAGE).collect();
-        pack.video_mask = pack.ids.iter().map(|&id| id == vocab::VIDEO).collect();
+        pack.image_mask = pack.ids.iter().map(|&id| id == marks.image).collect();
+        pack.video_mask = pack.ids.iter().map(|&id| id == marks.video).collect();
         pack.answer_mask = pack
             .labels
             .iter()
@@ -172,7 +194,7 @@ impl PackSource {
                 misses += 1;
             }
         }
-        Pack::from_documents(documents, self.tokens)
+        Pack::from_documents(documents, self.tokens, Marks::DIGITS)
     }
 
     /// Tokens of each pack.

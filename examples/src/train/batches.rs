@@ -6,9 +6,9 @@ use burn_cp::{
     layout::{Documents, LayoutError},
 };
 
-use crate::data::{MediaKind, Pack, PatchShape, vocabulary};
+use crate::data::{MediaKind, Pack, PatchShape};
 
-/// One row per pack: ids, labels, three-axis positions, documents, images and videos. Packs must be of one length.
+/// One row per pack: ids below `vocab_size`, labels, three-axis positions, documents, images and videos. Packs must be of one length.
 ///
 /// With an `alignment` the batch is placed in one row, in which every document is padded to a multiple of it.
 ///
@@ -17,6 +17,7 @@ use crate::data::{MediaKind, Pack, PatchShape, vocabulary};
 pub fn to_batch<B: Backend>(
     packs: &[Pack],
     shape: &PatchShape,
+    vocab_size: usize,
     alignment: Option<usize>,
     device: &B::Device,
 ) -> Result<SequenceBatch<B>, LayoutError> {
@@ -35,7 +36,7 @@ pub fn to_batch<B: Backend>(
     }
     let mut batch = SequenceBatch::from_ids(stacked(packs, size, |pack| &pack.ids))
         .with_labels(stacked(packs, size, |pack| &pack.labels))
-        .with_vocab_size(vocabulary::SIZE)
+        .with_vocab_size(vocab_size)
         .with_positions(TensorData::new(positions, [3, size[0], size[1]]));
     batch = match alignment {
         Some(multiple) => batch.with_aligned_documents(documents.aligned(multiple)?.flattened()),

@@ -1,10 +1,12 @@
 //! Checkpoints that are either whole or not there.
 //!
 //! A checkpoint is a folder `step-N` with the weights, the optimizer's state and `state.json`, which names the run and the
-//! hashes of the other two. It is written under another name and renamed when complete; the newest two are kept.
+//! hashes of all other files. It is written under another name and renamed when complete; the newest two are kept.
 
 use std::{
+    collections::BTreeMap,
     fs, io,
+    marker::PhantomData,
     path::{Path, PathBuf},
 };
 
@@ -17,11 +19,20 @@ use burn::{
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use super::TrainConfig;
+use super::{
+    TrainConfig,
+    state::{RunConfig, TrainState, check_same_run},
+};
 
-const FORMAT: &str = "burn-cp train-vlm checkpoint";
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 const KEPT: usize = 2;
+const STATE: &str = "state.json";
+const MODEL: &str = "model.mpk";
+const OPTIMIZER: &str = "optimizer.mpk";
+
+fn format<R: RunConfig>() -> String {
+    format!("burn-cp {} checkpoint", R::PROGRAM)
+}
 
 /// A checkpoint that cannot be written or used.
 #[derive(Debug, thiserror::Error)]
@@ -36,8 +47,10 @@ pub enum CheckpointError {
         source: io::Error,
     },
     /// There is nothing to continue from.
-    #[error("{path}: expected a checkpoint of train-vlm, found none")]
+    #[error("{path}: expected a checkpoint of {program}, found none")]
     Missing {
+        /// The program that continues.
+        program: &'static str,
         /// Folder of checkpoints.
         path: String,
     },
@@ -83,54 +96,21 @@ pub enum CheckpointError {
     },
 }
 
-/// Where a run stands.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct TrainState {
-    /// Steps done.
-    pub step: u64,
-    /// Their losses.
-    pub losses: Vec<f64>,
-    /// Frames that each rank's vision tower encoded.
-    pub vision_frames_per_rank: Vec<u64>,
-    /// K/V tokens that each rank received from others in the attention of one layer.
-    pub kv_tokens_received: Vec<u64>,
-    config: TrainConfig,
-}
-
-impl TrainState {
-    /// The state of a run that has done nothing yet.
-    pub fn new(config: &TrainConfig) -> Self {
-        Self {
-            step: 0,
-            losses: Vec::new(),
-            vision_frames_per_rank: vec![0; config.ranks],
-            kv_tokens_received: vec![0; config.ranks],
-            config: config.clone(),
-        }
-    }
-
-    /// Counts a step.
-    pub fn advance(&mut self, loss: f64) {
-        self.step += 1;
-        self.losses.push(loss);
-    }
-}
-
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Manifest {
+struct Manifest<R> {
     format: String,
     version: u32,
-    model_sha256: String,
-    optimizer_sha256: String,
-    state: TrainState,
+    /// SHA-256 by file.
+    files: BTreeMap<String, String>,
+    state: TrainState<R>,
 }
 
 /// The checkpoints of one run.
 #[derive(Debug, Clone)]
-pub(super) struct Checkpoints {
+pub(crate) struct Checkpoints<R = TrainConfig> {
     folder: PathBuf,
+    run: PhantomData<fn() -> R>,
 }
 
 fn recorder() -> NamedMpkBytesRecorder<FullPrecisionSettings> {
@@ -138,10 +118,6 @@ fn recorder() -> NamedMpkBytesRecorder<FullPrecisionSettings> {
 }
 
 impl Checkpoints {
-    pub(super) fn new(folder: PathBuf) -> Self {
-        Self { folder }
-    }
-
     /// Writes a checkpoint of a state, and removes those that are too old.
     ///
     /// # Errors
@@ -157,34 +133,99 @@ impl Checkpoints {
         M: AutodiffModule<B>,
         O: Optimizer<M, B>,
     {
+        self.save_files(state, |folder| {
+            let record = |reason: String| CheckpointError::Record {
+                path: folder.display().to_string(),
+                reason,
+            };
+            let model = Recorder::<B>::record(&recorder(), model.clone().into_record(), ())
+                .map_err(|error| record(error.to_string()))?;
+            let optimizer = Recorder::<B>::record(&recorder(), optimizer.to_record(), ())
+                .map_err(|error| record(error.to_string()))?;
+            for (file, bytes) in [(MODEL, &model), (OPTIMIZER, &optimizer)] {
+                let path = folder.join(file);
+                fs::write(&path, bytes).map_err(io_error(&path))?;
+            }
+            Ok(())
+        })
+    }
+
+    /// Loads the newest checkpoint into a model and an optimizer of the same configuration.
+    ///
+    /// # Errors
+    /// As [`Self::latest`].
+    pub(super) fn load<B, M, O>(
+        &self,
+        model: M,
+        optimizer: O,
+        config: &TrainConfig,
+        device: &B::Device,
+    ) -> Result<(M, O, TrainState), CheckpointError>
+    where
+        B: AutodiffBackend,
+        M: AutodiffModule<B>,
+        O: Optimizer<M, B>,
+    {
+        let (folder, state) = self.load_files(config)?;
+        let bytes = |file: &str| {
+            let path = folder.join(file);
+            fs::read(&path).map_err(io_error(&path))
+        };
+        let record = |file: &str| {
+            let path = folder.join(file).display().to_string();
+            move |error: burn::record::RecorderError| CheckpointError::Record {
+                path,
+                reason: error.to_string(),
+            }
+        };
+        let weights = Recorder::<B>::load(&recorder(), bytes(MODEL)?, device);
+        let model = model.load_record(weights.map_err(record(MODEL))?);
+        let moments = Recorder::<B>::load(&recorder(), bytes(OPTIMIZER)?, device);
+        let optimizer = optimizer.load_record(moments.map_err(record(OPTIMIZER))?);
+        Ok((model, optimizer, state))
+    }
+}
+
+impl<R: RunConfig> Checkpoints<R> {
+    pub(super) fn new(folder: PathBuf) -> Self {
+        Self {
+            folder,
+            run: PhantomData,
+        }
+    }
+
+    /// Writes a checkpoint of a state, whose files `write` puts into the folder that it is given, and removes those that are too old.
+    ///
+    /// # Errors
+    /// The file system refused, or what `write` returns.
+    pub(crate) fn save_files(
+        &self,
+        state: &TrainState<R>,
+        write: impl FnOnce(&Path) -> Result<(), CheckpointError>,
+    ) -> Result<(), CheckpointError> {
         let name = format!("step-{:08}", state.step);
         let partial = self.folder.join(format!(".{name}.partial"));
-        let record = |reason: String| CheckpointError::Record {
-            path: partial.display().to_string(),
-            reason,
-        };
-        let model = Recorder::<B>::record(&recorder(), model.clone().into_record(), ())
-            .map_err(|error| record(error.to_string()))?;
-        let optimizer = Recorder::<B>::record(&recorder(), optimizer.to_record(), ())
-            .map_err(|error| record(error.to_string()))?;
+        self.remove_partial()?;
+        fs::create_dir_all(&partial).map_err(io_error(&partial))?;
+        write(&partial)?;
+        let mut files = BTreeMap::new();
+        for entry in fs::read_dir(&partial).map_err(io_error(&partial))? {
+            let path = entry.map_err(io_error(&partial))?.path();
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            files.insert(name.into_owned(), synced_hash(&path)?);
+        }
         let manifest = Manifest {
-            format: FORMAT.to_owned(),
+            format: format::<R>(),
             version: VERSION,
-            model_sha256: sha256(&model),
-            optimizer_sha256: sha256(&optimizer),
+            files,
             state: state.clone(),
         };
         let manifest =
-            serde_json::to_vec_pretty(&manifest).map_err(|error| record(error.to_string()))?;
-        self.remove_partial()?;
-        fs::create_dir_all(&partial).map_err(io_error(&partial))?;
-        for (file, bytes) in [
-            ("model.mpk", &model),
-            ("optimizer.mpk", &optimizer),
-            ("state.json", &manifest),
-        ] {
-            write_synced(&partial.join(file), bytes)?;
-        }
+            serde_json::to_vec_pretty(&manifest).map_err(|error| CheckpointError::Record {
+                path: partial.display().to_string(),
+                reason: error.to_string(),
+            })?;
+        write_synced(&partial.join(STATE), &manifest)?;
         let target = self.folder.join(&name);
         if target.exists() {
             // Only a run that resumes and is stopped at once gets here. The old one gives way last.
@@ -226,24 +267,40 @@ impl Checkpoints {
     ///
     /// # Errors
     /// There is none; it is truncated, foreign or of another run.
-    pub(super) fn latest(&self, config: &TrainConfig) -> Result<TrainState, CheckpointError> {
+    pub(crate) fn latest(&self, config: &R) -> Result<TrainState<R>, CheckpointError> {
+        Ok(self.load_files(config)?.1)
+    }
+
+    /// The newest checkpoint's folder and state, all its files checked.
+    ///
+    /// # Errors
+    /// As [`Self::latest`].
+    pub(crate) fn load_files(
+        &self,
+        config: &R,
+    ) -> Result<(PathBuf, TrainState<R>), CheckpointError> {
         let (folder, manifest) = self.manifest()?;
-        check_same_run(&folder.join("state.json"), &manifest.state.config, config)?;
-        for (file, hash) in [
-            ("model.mpk", &manifest.model_sha256),
-            ("optimizer.mpk", &manifest.optimizer_sha256),
-        ] {
-            read_checked(&folder.join(file), hash)?;
+        check_same_run(&folder.join(STATE), &manifest.state.config, config)?;
+        for (file, expected) in &manifest.files {
+            let path = folder.join(file);
+            let got = synced_hash(&path)?;
+            if got != *expected {
+                return Err(CheckpointError::Damaged {
+                    path: path.display().to_string(),
+                    expected: expected.clone(),
+                    got,
+                });
+            }
         }
-        Ok(manifest.state)
+        Ok((folder, manifest.state))
     }
 
     /// Removes the checkpoints of an earlier run, complete or not, and nothing else.
     pub(super) fn remove(&self) -> Result<(), CheckpointError> {
         for name in self.names()? {
             let folder = self.folder.join(name);
-            let manifest = fs::read(folder.join("state.json")).unwrap_or_default();
-            if String::from_utf8_lossy(&manifest).contains(FORMAT) {
+            let manifest = fs::read(folder.join(STATE)).unwrap_or_default();
+            if String::from_utf8_lossy(&manifest).contains(&format::<R>()) {
                 fs::remove_dir_all(&folder).map_err(io_error(&folder))?;
             }
         }
@@ -267,23 +324,24 @@ impl Checkpoints {
         Ok(())
     }
 
-    fn manifest(&self) -> Result<(PathBuf, Manifest), CheckpointError> {
+    fn manifest(&self) -> Result<(PathBuf, Manifest<R>), CheckpointError> {
         let Some(name) = self.names()?.pop() else {
             return Err(CheckpointError::Missing {
+                program: R::PROGRAM,
                 path: self.folder.display().to_string(),
             });
         };
         let folder = self.folder.join(name);
-        let path = folder.join("state.json");
+        let path = folder.join(STATE);
         let text = fs::read(&path).map_err(io_error(&path))?;
         let foreign = |got: String| CheckpointError::Foreign {
             path: path.display().to_string(),
-            expected: format!("a {FORMAT}, version {VERSION}"),
+            expected: format!("a {}, version {VERSION}", format::<R>()),
             got,
         };
-        let manifest: Manifest =
+        let manifest: Manifest<R> =
             serde_json::from_slice(&text).map_err(|error| foreign(error.to_string()))?;
-        if (manifest.format.as_str(), manifest.version) != (FORMAT, VERSION) {
+        if (manifest.format.as_str(), manifest.version) != (format::<R>().as_str(), VERSION) {
             return Err(foreign(format!(
                 "{}, version {}",
                 manifest.format, manifest.version
@@ -291,76 +349,6 @@ impl Checkpoints {
         }
         Ok((folder, manifest))
     }
-
-    /// Loads the newest checkpoint into a model and an optimizer of the same configuration.
-    ///
-    /// # Errors
-    /// As [`Self::latest`].
-    pub(super) fn load<B, M, O>(
-        &self,
-        model: M,
-        optimizer: O,
-        config: &TrainConfig,
-        device: &B::Device,
-    ) -> Result<(M, O, TrainState), CheckpointError>
-    where
-        B: AutodiffBackend,
-        M: AutodiffModule<B>,
-        O: Optimizer<M, B>,
-    {
-        let (folder, manifest) = self.manifest()?;
-        check_same_run(&folder.join("state.json"), &manifest.state.config, config)?;
-        let path = folder.join("model.mpk");
-        let bytes = read_checked(&path, &manifest.model_sha256)?;
-        let record = |path: &Path| {
-            let path = path.display().to_string();
-            move |error: burn::record::RecorderError| CheckpointError::Record {
-                path,
-                reason: error.to_string(),
-            }
-        };
-        let model = model
-            .load_record(Recorder::<B>::load(&recorder(), bytes, device).map_err(record(&path))?);
-        let path = folder.join("optimizer.mpk");
-        let bytes = read_checked(&path, &manifest.optimizer_sha256)?;
-        let optimizer = optimizer
-            .load_record(Recorder::<B>::load(&recorder(), bytes, device).map_err(record(&path))?);
-        Ok((model, optimizer, manifest.state))
-    }
-}
-
-/// Continuing changes nothing that decides what is trained or how; only what is measured, and how often, may differ.
-fn check_same_run(
-    path: &Path,
-    old: &TrainConfig,
-    new: &TrainConfig,
-) -> Result<(), CheckpointError> {
-    // The learning rate follows from the number of steps, so that one belongs to the run too.
-    let neutral = |config: &TrainConfig| {
-        let fresh = TrainConfig::default();
-        TrainConfig {
-            heldout_packs: fresh.heldout_packs,
-            eval_every: fresh.eval_every,
-            checkpoint_every: fresh.checkpoint_every,
-            deadline_seconds: fresh.deadline_seconds,
-            ..config.clone()
-        }
-    };
-    let json = |config: &TrainConfig| serde_json::to_value(neutral(config)).unwrap_or_default();
-    let (old, new) = (json(old), json(new));
-    let fields = old.as_object().into_iter().flatten();
-    for (field, expected) in fields {
-        let got = &new[field];
-        if got != expected {
-            return Err(CheckpointError::OtherRun {
-                path: path.display().to_string(),
-                field: field.clone(),
-                expected: expected.to_string(),
-                got: got.to_string(),
-            });
-        }
-    }
-    Ok(())
 }
 
 /// The step of a checkpoint's folder; `None` for other names.
@@ -369,24 +357,15 @@ fn step_of(name: &str) -> Option<u64> {
     (digits.len() == 8).then(|| digits.parse().ok()).flatten()
 }
 
-fn sha256(bytes: &[u8]) -> String {
-    Sha256::digest(bytes)
-        .iter()
-        .map(|byte| format!("{byte:02x}"))
-        .collect()
-}
-
-fn read_checked(path: &Path, expected: &str) -> Result<Vec<u8>, CheckpointError> {
-    let bytes = fs::read(path).map_err(io_error(path))?;
-    let got = sha256(&bytes);
-    if got != expected {
-        return Err(CheckpointError::Damaged {
-            path: path.display().to_string(),
-            expected: expected.to_owned(),
-            got,
-        });
-    }
-    Ok(bytes)
+/// SHA-256 of a file whose bytes have reached the disk.
+fn synced_hash(path: &Path) -> Result<String, CheckpointError> {
+    let mut file = fs::File::open(path).map_err(io_error(path))?;
+    let mut hash = Sha256::new();
+    file.sync_all()
+        .and_then(|()| io::copy(&mut file, &mut hash))
+        .map_err(io_error(path))?;
+    let hash = hash.finalize();
+    Ok(hash.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
 fn write_synced(path: &Path, bytes: &[u8]) -> Result<(), CheckpointError> {

@@ -13,6 +13,45 @@ type Wgpu = burn::backend::Wgpu<f32, i32, u32>;
 #[cfg(feature = "cuda")]
 type Cuda = burn::backend::Cuda<f32, i32>;
 
+/// Something that runs on any backend that can be trained on.
+pub(crate) trait DeviceProgram {
+    /// What it returns.
+    type Output;
+
+    /// Runs it on one backend.
+    fn run<B: TrainBackend<Device: RankDevice>>(self) -> Self::Output;
+}
+
+/// Runs a program on a device, with a checkpointing strategy.
+///
+/// # Panics
+/// The program was not built for the device.
+pub(crate) fn on_device<P: DeviceProgram>(
+    device: Device,
+    checkpointing: Checkpointing,
+    program: P,
+) -> P::Output {
+    macro_rules! on {
+        ($backend:ty) => {
+            match checkpointing {
+                Checkpointing::None => program.run::<Autodiff<$backend>>(),
+                Checkpointing::Balanced => {
+                    program.run::<Autodiff<$backend, BalancedCheckpointing>>()
+                }
+            }
+        };
+    }
+    match device {
+        Device::Cpu => on!(burn::backend::Flex),
+        #[cfg(feature = "wgpu")]
+        Device::Wgpu => on!(Wgpu),
+        #[cfg(feature = "cuda")]
+        Device::Cuda => on!(Cuda),
+        #[allow(unreachable_patterns, reason = "reached in builds without a device")]
+        other => panic!("{other:?} is not built in"),
+    }
+}
+
 /// [`train`] or [`train_as_process`] on the run's device, with the checkpointing strategy that it asks for. `(resume, keep_gradients)`
 /// as there.
 ///
@@ -27,37 +66,32 @@ pub fn train_on_device(
     reporter: Option<&Reporter>,
     flags: (bool, bool),
 ) -> Result<Outcome, LaunchError> {
-    macro_rules! on {
-        ($backend:ty) => {
-            match config.checkpointing {
-                Checkpointing::None => {
-                    launched::<Autodiff<$backend>>(config, process, reporter, flags)
-                }
-                Checkpointing::Balanced => launched::<Autodiff<$backend, BalancedCheckpointing>>(
-                    config, process, reporter, flags,
-                ),
-            }
-        };
-    }
-    match config.device {
-        Device::Cpu => on!(burn::backend::Flex),
-        #[cfg(feature = "wgpu")]
-        Device::Wgpu => on!(Wgpu),
-        #[cfg(feature = "cuda")]
-        Device::Cuda => on!(Cuda),
-        #[allow(unreachable_patterns, reason = "reached in builds without a device")]
-        other => panic!("{other:?} is not built in"),
-    }
+    let program = Launched {
+        config,
+        process,
+        reporter,
+        flags,
+    };
+    on_device(config.device, config.checkpointing, program)
 }
 
-fn launched<B: TrainBackend<Device: RankDevice>>(
-    config: &TrainConfig,
+struct Launched<'a> {
+    config: &'a TrainConfig,
     process: Option<Process>,
-    reporter: Option<&Reporter>,
-    (resume, keep_gradients): (bool, bool),
-) -> Result<Outcome, LaunchError> {
-    match process {
-        None => train::<B>(config, reporter, resume, keep_gradients),
-        Some(process) => train_as_process::<B>(process, config, reporter, resume, keep_gradients),
+    reporter: Option<&'a Reporter>,
+    flags: (bool, bool),
+}
+
+impl DeviceProgram for Launched<'_> {
+    type Output = Result<Outcome, LaunchError>;
+
+    fn run<B: TrainBackend<Device: RankDevice>>(self) -> Self::Output {
+        let (config, reporter, (resume, keep_gradients)) = (self.config, self.reporter, self.flags);
+        match self.process {
+            None => train::<B>(config, reporter, resume, keep_gradients),
+            Some(process) => {
+                train_as_process::<B>(process, config, reporter, resume, keep_gradients)
+            }
+        }
     }
 }

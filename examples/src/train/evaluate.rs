@@ -9,7 +9,7 @@ use burn_cp::{
 use serde::{Deserialize, Serialize};
 
 use super::{TrainConfig, to_batch};
-use crate::data::PackSource;
+use crate::data::{PackSource, vocabulary};
 
 /// Answer digits, and how many of them were the model's first choice given all tokens before.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -48,6 +48,7 @@ pub fn evaluate<B: ContextParallelBackend, M: SequenceModel<B>>(
         let batch = to_batch::<B>(
             &[source.pack(index)],
             source.shape(),
+            vocabulary::SIZE,
             config.alignment(),
             device,
         )?;

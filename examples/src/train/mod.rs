@@ -17,19 +17,29 @@ mod report;
 #[cfg(feature = "flex")]
 mod run;
 mod schedule;
+mod state;
 mod worker;
 
 pub use batches::to_batch;
-pub use checkpoint::{CheckpointError, TrainState};
+pub use checkpoint::CheckpointError;
+pub(crate) use checkpoint::Checkpoints;
 pub use config::{
     Checkpointing, ConfigFileError, Delivery, Device, Exchange, Layout, ModelSize, TrainConfig,
     TrainConfigError, Vision, load_config,
 };
 #[cfg(feature = "flex")]
 pub use device::train_on_device;
+#[cfg(feature = "flex")]
+pub(crate) use device::{DeviceProgram, on_device};
 pub use evaluate::{Score, evaluate};
 pub use outcome::{Outcome, max_rel_diff, max_rel_grad_diff};
+pub(crate) use report::checkpoints_in;
 pub use report::{ReportError, Reporter, Summary};
 #[cfg(feature = "flex")]
 pub use run::{Launch, RunError, TrainArgs, run};
+#[cfg(feature = "flex")]
+pub(crate) use run::{catch_interrupts, process_options};
+pub(crate) use schedule::warmup_cosine;
+pub use state::{RunConfig, TrainState};
 pub use worker::{TrainBackend, WorkerError, train, train_as_process};
+pub(crate) use worker::{hash_of, named};

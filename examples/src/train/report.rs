@@ -3,6 +3,7 @@
 use std::{
     fs,
     io::{self, Write},
+    marker::PhantomData,
     path::{Path, PathBuf},
     sync::{
         Arc, Mutex, PoisonError,
@@ -14,7 +15,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use plotters::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use super::{CheckpointError, Score, TrainConfig, TrainState, checkpoint::Checkpoints};
+use super::{CheckpointError, RunConfig, Score, TrainConfig, TrainState, checkpoint::Checkpoints};
 
 /// A report that cannot be written.
 #[derive(Debug, thiserror::Error)]
@@ -81,20 +82,25 @@ pub struct Summary {
 
 /// The files and the terminal of one run. Used by rank 0.
 #[derive(Debug)]
-pub struct Reporter {
+pub struct Reporter<R = TrainConfig> {
     out: PathBuf,
     bar: ProgressBar,
     metrics: Mutex<Vec<Metric>>,
     interrupt: Arc<AtomicBool>,
+    run: PhantomData<fn() -> R>,
 }
 
-impl Reporter {
+impl<R: RunConfig> Reporter<R> {
     /// Prepares the folder of a run. `resumed` is the state that the run continues from; without one, what an earlier run left
     /// there is removed.
     ///
     /// # Errors
     /// The folder cannot be made or written to.
-    pub fn new(out: &Path, steps: u64, resumed: Option<&TrainState>) -> Result<Self, ReportError> {
+    pub fn new(
+        out: &Path,
+        steps: u64,
+        resumed: Option<&TrainState<R>>,
+    ) -> Result<Self, ReportError> {
         let (metrics, at) = match resumed {
             Some(state) => (
                 read_metrics(&out.join("metrics.jsonl"), state.step)?,
@@ -108,7 +114,7 @@ impl Reporter {
         fs::write(&probe, b"").map_err(io_error(&probe))?;
         fs::remove_file(&probe).map_err(io_error(&probe))?;
         if resumed.is_none() {
-            remove_earlier_run(out)?;
+            remove_earlier_run::<R>(out)?;
         }
         let bar = ProgressBar::new(steps).with_position(at);
         if let Ok(style) =
@@ -121,6 +127,7 @@ impl Reporter {
             bar,
             metrics: Mutex::new(metrics),
             interrupt: Arc::default(),
+            run: PhantomData,
         };
         reporter.write_metrics()?;
         Ok(reporter)
@@ -133,6 +140,7 @@ impl Reporter {
             bar: ProgressBar::hidden(),
             metrics: Mutex::default(),
             interrupt: Arc::default(),
+            run: PhantomData,
         }
     }
 
@@ -141,12 +149,12 @@ impl Reporter {
         self.interrupt.clone()
     }
 
-    pub(super) fn is_interrupted(&self) -> bool {
+    pub(crate) fn is_interrupted(&self) -> bool {
         self.interrupt.load(Ordering::Relaxed)
     }
 
     /// The run's checkpoints.
-    pub(super) fn checkpoints(&self) -> Checkpoints {
+    pub(crate) fn checkpoints(&self) -> Checkpoints<R> {
         checkpoints_in(&self.out)
     }
 
@@ -159,9 +167,9 @@ impl Reporter {
     }
 
     /// Reports a step; a row of the table where accuracy was measured.
-    pub(super) fn step(
+    pub(crate) fn step(
         &self,
-        state: &TrainState,
+        state: &TrainState<R>,
         score: Option<Score>,
         tokens_per_s: f64,
     ) -> Result<(), ReportError> {
@@ -233,7 +241,7 @@ impl Reporter {
     ///
     /// # Errors
     /// The file system refused.
-    pub fn write_summary(&self, summary: &Summary) -> Result<(), ReportError> {
+    pub fn write_summary(&self, summary: &impl Serialize) -> Result<(), ReportError> {
         let path = self.out.join("summary.json");
         let text = serde_json::to_string_pretty(summary).map_err(|error| ReportError::Io {
             path: path.display().to_string(),
@@ -242,14 +250,14 @@ impl Reporter {
         replace(&path, text.as_bytes())
     }
 
-    /// Draws `loss.svg`: the curves by name.
+    /// Draws `loss.svg`: the curves by name, under a title.
     ///
     /// # Errors
     /// The file system refused.
-    pub fn draw(&self, curves: &[(String, Vec<f64>)]) -> Result<(), ReportError> {
+    pub fn draw(&self, title: &str, curves: &[(String, Vec<f64>)]) -> Result<(), ReportError> {
         let path = self.out.join("loss.svg");
         let mut svg = String::new();
-        draw_curves(&mut svg, curves).map_err(|reason| ReportError::Draw {
+        draw_curves(&mut svg, title, curves).map_err(|reason| ReportError::Draw {
             path: path.display().to_string(),
             reason,
         })?;
@@ -258,18 +266,18 @@ impl Reporter {
 }
 
 /// The checkpoints of the run in a folder.
-pub(super) fn checkpoints_in(out: &Path) -> Checkpoints {
+pub(crate) fn checkpoints_in<R: RunConfig>(out: &Path) -> Checkpoints<R> {
     Checkpoints::new(out.join("checkpoints"))
 }
 
-fn remove_earlier_run(out: &Path) -> Result<(), ReportError> {
+fn remove_earlier_run<R: RunConfig>(out: &Path) -> Result<(), ReportError> {
     for file in ["metrics.jsonl", "summary.json", "loss.svg"] {
         let path = out.join(file);
         if path.exists() {
             fs::remove_file(&path).map_err(io_error(&path))?;
         }
     }
-    Ok(checkpoints_in(out).remove()?)
+    Ok(checkpoints_in::<R>(out).remove()?)
 }
 
 /// The lines up to a step; what a killed run reported behind its last checkpoint is done, and reported, again.
@@ -304,7 +312,7 @@ fn io_error(path: &Path) -> impl FnOnce(io::Error) -> ReportError {
     move |source| ReportError::Io { path, source }
 }
 
-fn draw_curves(svg: &mut String, curves: &[(String, Vec<f64>)]) -> Result<(), String> {
+fn draw_curves(svg: &mut String, title: &str, curves: &[(String, Vec<f64>)]) -> Result<(), String> {
     let num_steps = curves
         .iter()
         .map(|(_, losses)| losses.len())
@@ -323,7 +331,7 @@ fn draw_curves(svg: &mut String, curves: &[(String, Vec<f64>)]) -> Result<(), St
     let shown = |error: DrawingAreaErrorKind<_>| format!("{error}");
     root.fill(&WHITE).map_err(shown)?;
     let mut chart = ChartBuilder::on(&root)
-        .caption("train-vlm: loss per answer digit", ("sans-serif", 20))
+        .caption(title, ("sans-serif", 20))
         .margin(12)
         .x_label_area_size(40)
         .y_label_area_size(60)

@@ -18,6 +18,9 @@ use super::{
     max_rel_diff, max_rel_grad_diff, report::checkpoints_in, train_on_device,
 };
 
+/// What the curve is called.
+const TITLE: &str = "train-vlm: loss per answer digit";
+
 /// How ranks are started.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
 pub enum Launch {
@@ -189,14 +192,7 @@ pub fn run(args: &TrainArgs) -> Result<bool, RunError> {
             }
             let place = Place::from_env().map_err(LaunchError::from)?;
             let config = args.resolve_for(Some(place.world_size))?;
-            let options = ProcessOptions {
-                deadline: Duration::from_secs(config.deadline_seconds),
-                tensors: match config.device {
-                    Device::Cuda => TensorTransport::None,
-                    Device::Cpu | Device::Wgpu => TensorTransport::Mpi,
-                },
-                ..ProcessOptions::default()
-            };
+            let options = process_options(config.device, config.deadline_seconds);
             if place.rank == 0 {
                 // Connects behind what can fail on this rank alone.
                 return report_run(args, config, Ranks::Processes(place, options));
@@ -205,12 +201,24 @@ pub fn run(args: &TrainArgs) -> Result<bool, RunError> {
                 .resume
                 .then(|| checkpoints_in(&args.out).latest(&config));
             resumed.transpose()?;
-            let reporter = Reporter::reader(&args.out);
+            let reporter = Reporter::<TrainConfig>::reader(&args.out);
             catch_interrupts(reporter.interrupt(), Arc::default())?;
             let ranks = Ranks::Processes(place, options);
             let outcome = train_on(&config, ranks, Some(&reporter), (args.resume, args.compare))?;
             Ok(outcome.steps_done < config.steps)
         }
+    }
+}
+
+/// How ranks that are processes move tensors from such a device.
+pub(crate) fn process_options(device: Device, deadline_seconds: u64) -> ProcessOptions {
+    ProcessOptions {
+        deadline: Duration::from_secs(deadline_seconds),
+        tensors: match device {
+            Device::Cuda => TensorTransport::None,
+            Device::Cpu | Device::Wgpu => TensorTransport::Mpi,
+        },
+        ..ProcessOptions::default()
     }
 }
 
@@ -223,7 +231,10 @@ enum Ranks {
 
 /// Asks the run to stop on the first Ctrl-C. A second one does not wait for the step to end; what is written is whole either way.
 /// Behind the run itself nothing is left to save.
-fn catch_interrupts(interrupt: Arc<AtomicBool>, done: Arc<AtomicBool>) -> Result<(), ctrlc::Error> {
+pub(crate) fn catch_interrupts(
+    interrupt: Arc<AtomicBool>,
+    done: Arc<AtomicBool>,
+) -> Result<(), ctrlc::Error> {
     ctrlc::set_handler(move || {
         if interrupt.swap(true, Ordering::Relaxed) || done.load(Ordering::Relaxed) {
             std::process::exit(130);
@@ -263,7 +274,7 @@ fn report_run(args: &TrainArgs, config: TrainConfig, ranks: Ranks) -> Result<boo
     reporter.finish();
     let mut summary = summarize(&config, &outcome, interrupted);
     let curves = vec![(format!("{mesh}"), outcome.losses.clone())];
-    reporter.draw(&curves)?;
+    reporter.draw(TITLE, &curves)?;
     reporter.write_summary(&summary)?;
     done.store(true, Ordering::Relaxed);
     if args.compare && !interrupted {
@@ -291,7 +302,7 @@ fn compare(
     summary.max_rel_diff = Some(loss);
     summary.max_rel_grad_diff = Some(gradient);
     curves.push(("one rank".to_owned(), reference.losses));
-    reporter.draw(&curves)?;
+    reporter.draw(TITLE, &curves)?;
     Ok(reporter.write_summary(summary)?)
 }
 

@@ -23,10 +23,10 @@ use sha2::{Digest, Sha256};
 
 use super::{
     CheckpointError, Outcome, ReportError, Reporter, TrainConfig, TrainConfigError, TrainState,
-    evaluate, outcome::NamedGradients, schedule::learning_rate, to_batch,
+    evaluate, outcome::NamedGradients, schedule::warmup_cosine, to_batch,
 };
 use crate::{
-    data::{Pack, PackSource, Split},
+    data::{Pack, PackSource, Split, vocabulary},
     models::qwen3_vl::{ConfigError, Qwen3Vl},
 };
 
@@ -219,7 +219,10 @@ where
                 let step = state.step;
                 return Err(WorkerError::Diverged { step, loss, norm });
             }
-            model = optimizer.step(learning_rate(self.config, state.step), model, grads);
+            let config = self.config;
+            let (peak, warmup) = (config.learning_rate, config.warmup_steps);
+            let rate = warmup_cosine(peak, warmup, config.steps, state.step);
+            model = optimizer.step(rate, model, grads);
             state.advance(loss);
             let stop = self.after_step(&model, &optimizer, &mut state)?;
             if stop {
@@ -250,6 +253,7 @@ where
         let batch = to_batch::<B>(
             &packs,
             self.packs.shape(),
+            vocabulary::SIZE,
             self.config.alignment(),
             &self.device,
         )?;
@@ -385,7 +389,7 @@ where
 }
 
 /// Gradients by parameter path, on the host.
-fn named<B: TrainBackend, M: AutodiffModule<B>>(
+pub(crate) fn named<B: TrainBackend, M: AutodiffModule<B>>(
     grads: &GradientsParams,
     module: &M,
 ) -> NamedGradients {
@@ -424,7 +428,7 @@ impl<B: TrainBackend> ModuleVisitor<B> for Named<'_> {
 }
 
 /// SHA-256 of all parameters, in module order.
-fn hash_of<B: TrainBackend, M: Module<B>>(module: &M) -> String {
+pub(crate) fn hash_of<B: TrainBackend, M: Module<B>>(module: &M) -> String {
     let mut hash = ParameterHash(Sha256::new());
     module.visit(&mut hash);
     hash.0

@@ -109,6 +109,19 @@ impl<B: Backend> Qwen3Vl<B> {
     }
 }
 
+impl<B: Backend> Qwen3Vl<B> {
+    /// Logits `[batch, tokens, vocab_size]` of hidden states `[batch, tokens, hidden_size]`.
+    pub fn logits(&self, hidden: Tensor<B, 3>) -> Tensor<B, 3> {
+        match &self.lm_head {
+            Some(head) => head.forward(hidden),
+            None => {
+                let embedding = self.model.language_model.embed_tokens.weight.val();
+                hidden.matmul(embedding.transpose().unsqueeze())
+            }
+        }
+    }
+}
+
 impl<B: ContextParallelBackend> Qwen3VlModel<B> {
     /// Hidden states `[batch, local_tokens, hidden_size]` behind the last norm. Every rank of the step's group must call it.
     ///
@@ -130,14 +143,7 @@ impl<B: ContextParallelBackend> Qwen3VlModel<B> {
 
 impl<B: ContextParallelBackend> SequenceModel<B> for Qwen3Vl<B> {
     fn forward(&self, step: &CpStep<B>) -> Result<Tensor<B, 3>, StepError> {
-        let hidden = self.model.forward(step)?;
-        Ok(match &self.lm_head {
-            Some(head) => head.forward(hidden),
-            None => {
-                let embedding = self.model.language_model.embed_tokens.weight.val();
-                hidden.matmul(embedding.transpose().unsqueeze())
-            }
-        })
+        Ok(self.logits(self.model.forward(step)?))
     }
 
     fn capabilities(&self) -> ModelCapabilities {

@@ -140,7 +140,8 @@ pub struct GatedMlp<B: Backend> {
 }
 
 impl<B: Backend> GatedMlp<B> {
-    fn forward(&self, x: Tensor<B, 3>) -> Tensor<B, 3> {
+    /// `[batch, tokens, hidden_size]` to the same shape.
+    pub fn forward(&self, x: Tensor<B, 3>) -> Tensor<B, 3> {
         let gate = self.activation.forward(self.gate_proj.forward(x.clone()));
         self.down_proj.forward(gate * self.up_proj.forward(x))
     }
