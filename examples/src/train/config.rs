@@ -64,6 +64,48 @@ pub enum Exchange {
     AllGather,
     /// Every rank gets those that its tokens see.
     NeededOnly,
+    /// They pass round the ranks.
+    Ring,
+    /// Ranks trade tokens for heads, whose number they must divide.
+    HeadAllToAll,
+    /// What the cost model predicts to be fastest.
+    Auto,
+}
+
+impl Layout {
+    /// The policy that deals the tokens out.
+    pub(crate) fn policy(self) -> LayoutPolicy {
+        match self {
+            Self::Contiguous => LayoutPolicy::Contiguous { multiple: 1 },
+            Self::HeadTail => LayoutPolicy::HeadTail,
+            Self::DualChunkSwap => LayoutPolicy::DualChunkSwap,
+            Self::Balanced => LayoutPolicy::Balanced {
+                visibility: Visibility::default(),
+            },
+        }
+    }
+
+    /// What every document is padded to a multiple of for so many ranks, where the layout takes one stream of documents.
+    pub(crate) fn alignment(self, num_ranks: usize) -> Option<usize> {
+        match self {
+            Self::Contiguous | Self::HeadTail => None,
+            Self::DualChunkSwap => Some(2 * num_ranks),
+            Self::Balanced => Some(1),
+        }
+    }
+}
+
+impl Exchange {
+    /// The strategy of the library.
+    pub(crate) fn strategy(self) -> ExchangeStrategy {
+        match self {
+            Self::AllGather => ExchangeStrategy::AllGather,
+            Self::NeededOnly => ExchangeStrategy::NeededOnly,
+            Self::Ring => ExchangeStrategy::Ring,
+            Self::HeadAllToAll => ExchangeStrategy::HeadAllToAll,
+            Self::Auto => ExchangeStrategy::Auto,
+        }
+    }
 }
 
 /// Where the vision tower runs.
@@ -247,18 +289,8 @@ impl TrainConfig {
     /// How sequences are sharded.
     pub fn context_parallel(&self) -> ContextParallelConfig {
         ContextParallelConfig {
-            layout: match self.layout {
-                Layout::Contiguous => LayoutPolicy::Contiguous { multiple: 1 },
-                Layout::HeadTail => LayoutPolicy::HeadTail,
-                Layout::DualChunkSwap => LayoutPolicy::DualChunkSwap,
-                Layout::Balanced => LayoutPolicy::Balanced {
-                    visibility: Visibility::default(),
-                },
-            },
-            exchange: match self.exchange {
-                Exchange::AllGather => ExchangeStrategy::AllGather,
-                Exchange::NeededOnly => ExchangeStrategy::NeededOnly,
-            },
+            layout: self.layout.policy(),
+            exchange: self.exchange.strategy(),
             vision: match self.vision {
                 Vision::Replicated => VisionShardingConfig::replicated(),
                 Vision::Sharded => VisionShardingConfig::always(),
@@ -274,11 +306,7 @@ impl TrainConfig {
 
     /// What every document is padded to a multiple of, where the layout takes one stream of documents.
     pub fn alignment(&self) -> Option<usize> {
-        match self.layout {
-            Layout::Contiguous | Layout::HeadTail => None,
-            Layout::DualChunkSwap => Some(2 * self.ranks / self.dp.max(1)),
-            Layout::Balanced => Some(1),
-        }
+        self.layout.alignment(self.ranks / self.dp.max(1))
     }
 
     /// The packs of one split.
