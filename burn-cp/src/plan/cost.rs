@@ -1,19 +1,6 @@
 //! What a plan costs: work per rank and bytes per exchange.
 
-use serde::{Deserialize, Serialize};
-
-use super::AttentionPlan;
-
-/// How keys and values get to the ranks that need them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-#[non_exhaustive]
-pub enum ExchangeStrategy {
-    /// Every rank gets every shard, padding included.
-    AllGather,
-    /// Every rank gets exactly the tokens of its buffer that it does not own.
-    NeededOnly,
-}
+use super::{AttentionPlan, ExchangeStrategy};
 
 /// Size of the keys and values of one token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -65,7 +52,7 @@ impl AttentionPlan {
                 let total = batch_size * self.layout().seq_len();
                 (total - local, local.saturating_mul(self.world_size() - 1))
             }
-            ExchangeStrategy::NeededOnly => {
+            _ => {
                 let rank = self.rank(rank);
                 (rank.kv_tokens_received, rank.kv_tokens_sent)
             }

@@ -20,12 +20,14 @@ mod derive;
 mod error;
 mod hash;
 mod mask;
+mod strategy;
 #[cfg(test)]
 mod tests;
 mod types;
 
 pub use attention_plan::AttentionPlan;
-pub use cost::{ExchangeBytes, ExchangeStrategy, KvShape};
+pub use cost::{ExchangeBytes, KvShape};
 pub use error::PlanError;
 pub use mask::MaskKind;
+pub use strategy::ExchangeStrategy;
 pub use types::{KvPiece, KvSource, RankPlan, Segment, TokenSpan};
