@@ -24,7 +24,7 @@ use crate::{
         AttentionCall, AttentionState, ContextParallelBackend, InnerAttention, attend_with_state,
         attention_gradients,
     },
-    collectives::{Call, Collective, CollectiveBackend, Payload},
+    collectives::{Call, Collective, CollectiveBackend, Payload, Pending},
     comm::{ProcessGroup, ProgramOrder, WeakProgramOrder},
 };
 
@@ -182,6 +182,15 @@ impl<B: CollectiveBackend, C: CheckpointStrategy> Backward<B, 2> for CollectiveS
 }
 
 impl<B: CollectiveBackend, C: CheckpointStrategy> CollectiveBackend for Autodiff<B, C> {
+    fn collective_start(
+        payload: Payload<Self>,
+        op: &Collective,
+        group: &ProcessGroup,
+        call: Call,
+    ) -> Pending<Self> {
+        Pending::ready(Self::collective(payload, op, group, call))
+    }
+
     fn collective(
         payload: Payload<Self>,
         op: &Collective,

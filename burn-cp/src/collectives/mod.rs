@@ -33,6 +33,7 @@ mod exchange;
 mod linear;
 mod messages;
 mod payload;
+mod pending;
 mod threads;
 #[cfg(feature = "cubecl")]
 mod through_host;
@@ -43,13 +44,14 @@ use burn::tensor::{Numeric, Shape, Tensor};
 pub use backend::CollectiveBackend;
 pub use exchange::{ExchangeError, ExchangePlan, Piece, SentRange};
 pub use linear::{Call, Collective};
-pub use messages::run_by_messages;
+pub use messages::start_by_messages;
 pub use payload::{CollectiveElement, Payload};
-pub use threads::run_on_threads;
+pub use pending::Pending;
+pub use threads::start_on_threads;
 #[cfg(feature = "cubecl")]
-pub use through_host::run_through_host;
+pub use through_host::start_through_host;
 #[cfg(feature = "cuda")]
-pub(crate) use wire::Wire;
+pub(crate) use wire::{Later, Wire};
 
 use crate::comm::ProcessGroup;
 
