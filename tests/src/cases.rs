@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use burn_cp::{
     layout::{AlignedDocuments, Document, Documents, LayoutPolicy, Placement},
-    plan::MaskKind,
+    plan::{ExchangeStrategy, MaskKind},
 };
 
 use crate::Random;
@@ -142,6 +142,19 @@ fn random_ranges(random: &mut Random, world_size: usize, seq_len: usize) -> Vec<
     }
     random.shuffle(&mut ranks);
     ranks
+}
+
+/// A strategy, and whether exchange and computation overlap.
+pub fn random_exchange(random: &mut Random) -> (ExchangeStrategy, bool) {
+    let exchange = random.one_of(&[
+        ExchangeStrategy::AllGather,
+        ExchangeStrategy::NeededOnly,
+        ExchangeStrategy::LeftHalo,
+        ExchangeStrategy::Ring,
+        ExchangeStrategy::HeadAllToAll,
+        ExchangeStrategy::Auto,
+    ]);
+    (exchange, random.once_in(2))
 }
 
 /// Causal, causal with a window, or full.

@@ -11,9 +11,12 @@ mod host;
 mod random;
 mod worlds;
 
-pub use attention::{Attention, Problem, attention_in_f64, attention_in_tensor_ops, visible};
+pub use attention::{
+    Attention, Problem, attention_in_f64, attention_in_tensor_ops, attention_with_sinks_in_f64,
+    visible,
+};
 pub use backend::{DEVICE, DTYPES, TestBackend, head_dim};
-pub use cases::{random_documents, random_layout, random_mask, random_placement};
+pub use cases::{random_documents, random_exchange, random_layout, random_mask, random_placement};
 pub use forms::Form;
 pub use host::{Host, floats, ints, relative_error, to_bits};
 pub use random::Random;

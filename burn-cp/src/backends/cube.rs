@@ -5,7 +5,7 @@ use burn_cp_kernels::AttentionRuntime;
 use burn_cubecl::{BoolElement, CubeBackend, FloatElement, IntElement};
 
 use crate::{
-    attention::{AttentionCall, ContextParallelBackend, attend},
+    attention::{AttentionCall, AttentionInput, ContextParallelBackend, attend},
     collectives::{Call, Collective, CollectiveBackend, Payload, Pending, start_through_host},
     comm::ProcessGroup,
 };
@@ -85,11 +85,9 @@ where
     BT: BoolElement,
 {
     fn context_attention(
-        q: FloatTensor<Self>,
-        k: FloatTensor<Self>,
-        v: FloatTensor<Self>,
+        input: AttentionInput<FloatTensor<Self>>,
         call: &AttentionCall,
     ) -> FloatTensor<Self> {
-        attend::<Self>(q, k, v, call)
+        attend::<Self>(input, call)
     }
 }

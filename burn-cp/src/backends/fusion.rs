@@ -12,7 +12,7 @@ use burn_fusion::{
 use burn_ir::{InitOperationIr, OperationIr, OperationOutput};
 
 use crate::{
-    attention::{AttentionCall, ContextParallelBackend, attend},
+    attention::{AttentionCall, AttentionInput, ContextParallelBackend, attend},
     collectives::{Call, Collective, CollectiveBackend, Payload, Pending},
     comm::ProcessGroup,
 };
@@ -91,11 +91,9 @@ where
     Self: AttentionBackend,
 {
     fn context_attention(
-        q: FloatTensor<Self>,
-        k: FloatTensor<Self>,
-        v: FloatTensor<Self>,
+        input: AttentionInput<FloatTensor<Self>>,
         call: &AttentionCall,
     ) -> FloatTensor<Self> {
-        attend::<Self>(q, k, v, call)
+        attend::<Self>(input, call)
     }
 }

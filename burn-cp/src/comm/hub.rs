@@ -104,7 +104,11 @@ impl State {
     }
 
     /// The error of a group whose ranks all wait for each other, in different operations.
-    pub(super) fn crossed(&self, group: &Arc<str>, ranks: &[usize]) -> Option<(usize, String, CommError)> {
+    pub(super) fn crossed(
+        &self,
+        group: &Arc<str>,
+        ranks: &[usize],
+    ) -> Option<(usize, String, CommError)> {
         let waiting: Vec<&Waiting> = ranks.iter().map_while(|&rank| self.blocked(rank)).collect();
         if waiting.len() < ranks.len() || waiting.iter().any(|waiting| waiting.key.group != *group)
         {

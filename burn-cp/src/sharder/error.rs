@@ -2,8 +2,12 @@
 
 use super::CapabilityError;
 use crate::{
-    attention::PrepareError, batch::BatchError, comm::CommError, layout::LayoutError,
-    plan::PlanError, vision::VisionError,
+    attention::{PrepareError, StrategyError},
+    batch::BatchError,
+    comm::CommError,
+    layout::LayoutError,
+    plan::PlanError,
+    vision::VisionError,
 };
 
 /// Why a batch could not be sharded, or a step not be run.
@@ -22,6 +26,9 @@ pub enum StepError {
     /// A plan contradicts kernels or exchange.
     #[error(transparent)]
     Prepare(#[from] PrepareError),
+    /// The exchange strategy cannot serve the step.
+    #[error(transparent)]
+    Strategy(#[from] StrategyError),
     /// The vision tower failed.
     #[error(transparent)]
     Vision(#[from] VisionError),

@@ -59,17 +59,28 @@ const EXCHANGES: Names<ExchangeStrategy> = Names {
             written: "all-gather",
             also: &["allgather"],
         },
-    ],
-    unbuilt: &[
-        Unbuilt {
+        Name {
+            value: ExchangeStrategy::LeftHalo,
+            written: "left-halo",
+            also: &[],
+        },
+        Name {
+            value: ExchangeStrategy::Ring,
             written: "ring",
             also: &["ring_attention", "p2p"],
         },
-        Unbuilt {
+        Name {
+            value: ExchangeStrategy::HeadAllToAll,
             written: "head-all-to-all",
             also: &["head_a2a", "ulysses"],
         },
+        Name {
+            value: ExchangeStrategy::Auto,
+            written: "auto",
+            also: &[],
+        },
     ],
+    unbuilt: &[],
 };
 
 const PRIMARIES: Names<PrimaryStream> = Names {
@@ -142,15 +153,15 @@ impl<T: Copy> Names<T> {
     fn find(&self, given: &str) -> Result<T, String> {
         let name = normalised(given);
         let is = |written, also: &[&str]| normalised(written) == name || also.contains(&&*name);
-        if DEFAULT_NAMES.contains(&&*name) {
-            return Ok(self.default);
-        }
         if let Some(found) = self
             .names
             .iter()
             .find(|known| is(known.written, known.also))
         {
             return Ok(found.value);
+        }
+        if DEFAULT_NAMES.contains(&&*name) {
+            return Ok(self.default);
         }
         let expected = format!("expected one of {}", self.written());
         match self.unbuilt.iter().find(|one| is(one.written, one.also)) {

@@ -19,6 +19,7 @@ mod order;
 mod padding;
 mod placement;
 mod steps;
+mod strategies;
 mod token_loss;
 mod training;
 mod unpacked_reference;

@@ -122,10 +122,7 @@ struct InFlight {
 
 impl InFlight {
     /// What was received; `leave` is told who is outstanding, again and again, and may end the wait.
-    fn wait<T>(
-        self,
-        leave: impl Fn(Vec<usize>) -> Option<T>,
-    ) -> Result<Vec<Vec<u8>>, Left<T>> {
+    fn wait<T>(self, leave: impl Fn(Vec<usize>) -> Option<T>) -> Result<Vec<Vec<u8>>, Left<T>> {
         loop {
             match self.is_done.recv_timeout(LOOK) {
                 Ok(received) => return Ok(received),
