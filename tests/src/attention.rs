@@ -62,6 +62,8 @@ pub struct Attention {
     pub dk: Vec<f64>,
     /// Gradient of v.
     pub dv: Vec<f64>,
+    /// Gradient of the sinks, `[num_heads]`; empty without sinks.
+    pub dsinks: Vec<f64>,
 }
 
 /// Which key each query sees, `[batch][query · tokens + key]`, from the definition: both are real tokens of one document, and their
@@ -121,7 +123,17 @@ fn add(into: &mut [f64], factor: f64, from: &[f64]) {
 /// Attention and gradients in `f64`, one query at a time.
 pub fn attention_in_f64(
     problem: &Problem,
+    inputs: [&[f64]; 4],
+    visible: &[Vec<bool>],
+) -> Attention {
+    attention_with_sinks_in_f64(problem, inputs, None, visible)
+}
+
+/// [`attention_in_f64`] with a sink per head: one more score, without a value.
+pub fn attention_with_sinks_in_f64(
+    problem: &Problem,
     [q, k, v, dout]: [&[f64]; 4],
+    sinks: Option<&[f64]>,
     visible: &[Vec<bool>],
 ) -> Attention {
     let [q_len, k_len, v_len, out_len] = problem
@@ -142,6 +154,7 @@ pub fn attention_in_f64(
         dq: vec![0.0; q_len],
         dk: vec![0.0; k_len],
         dv: vec![0.0; v_len],
+        dsinks: vec![0.0; sinks.map_or(0, <[f64]>::len)],
     };
     let scale = problem.scale();
     for index in 0..batch * num_heads * tokens {
@@ -166,6 +179,8 @@ pub fn attention_in_f64(
         let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         let sum: f64 = scores.iter().map(|score| (score - max).exp()).sum();
         result.lse[index] = max + sum.ln();
+        let sink = sinks.map(|sinks| (sinks[head] - max).exp());
+        let sum = sum + sink.unwrap_or(0.0);
         let p: Vec<f64> = scores
             .iter()
             .map(|score| (score - max).exp() / sum)
@@ -176,6 +191,9 @@ pub fn attention_in_f64(
             .map(|key| dot(dout, &v[key * e..][..e]))
             .collect();
         let delta = dot(&p, &dp);
+        if let Some(sink) = sink {
+            result.dsinks[head] -= sink / sum * delta;
+        }
         for ((key, p), dp) in keys.iter().zip(&p).zip(&dp) {
             let ds = scale * p * (dp - delta);
             add(&mut result.out[index * e..][..e], *p, &v[key * e..][..e]);
@@ -191,6 +209,7 @@ pub fn attention_in_f64(
 pub fn attention_in_tensor_ops<B: AutodiffBackend>(
     problem: &Problem,
     inputs: [&[f64]; 4],
+    sinks: Option<&[f64]>,
     visible: &[Vec<bool>],
     dtype: DType,
 ) -> Attention {
@@ -228,8 +247,20 @@ pub fn attention_in_tensor_ops<B: AutodiffBackend>(
         .mul_scalar(problem.scale());
     // A large finite number: a query that sees nothing must not become NaN.
     let scores = scores.mask_fill(hidden.clone(), -1e30);
+    let sinks = sinks.map(|sinks| {
+        let values = TensorData::new(sinks.to_vec(), [num_heads]);
+        Tensor::<B, 1>::from_data(values, (&device, dtype)).require_grad()
+    });
+    let weights = match &sinks {
+        None => softmax(scores.clone(), 3),
+        Some(sinks) => {
+            let column = sinks.clone().reshape([1, num_heads, 1, 1]);
+            let column = column.expand([batch, num_heads, tokens, 1]);
+            softmax(Tensor::cat(vec![scores.clone(), column], 3), 3).narrow(3, 0, tokens)
+        }
+    };
     // Zeroes the uniform weights of queries that see nothing, and nothing else.
-    let weights = softmax(scores.clone(), 3).mask_fill(hidden, 0.0);
+    let weights = weights.mask_fill(hidden, 0.0);
     let out = weights.matmul(repeat(v.clone()));
     let grads = (out.clone() * dout).sum().backward();
     let grad = |tensor: &Tensor<B, 4>| floats(&tensor.grad(&grads).expect("a leaf of the loss"));
@@ -242,6 +273,9 @@ pub fn attention_in_tensor_ops<B: AutodiffBackend>(
         dq: grad(&q),
         dk: grad(&k),
         dv: grad(&v),
+        dsinks: sinks.map_or_else(Vec::new, |sinks| {
+            floats(&sinks.grad(&grads).expect("a leaf of the loss"))
+        }),
     }
 }
 

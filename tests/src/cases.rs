@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use burn_cp::{
     layout::{AlignedDocuments, Document, Documents, LayoutPolicy, Placement, Visibility},
-    plan::MaskKind,
+    plan::{ExchangeStrategy, MaskKind},
 };
 
 use crate::Random;
@@ -223,6 +223,19 @@ pub fn span_tokens(documents: &Documents) -> Vec<Vec<Range<usize>>> {
 pub fn unmarked(documents: &Documents) -> Documents {
     let rows = documents.rows().map(<[Document]>::to_vec).collect();
     Documents::from_runs(rows, documents.seq_len()).expect("documents of a table")
+}
+
+/// A strategy, and whether exchange and computation overlap.
+pub fn random_exchange(random: &mut Random) -> (ExchangeStrategy, bool) {
+    let exchange = random.one_of(&[
+        ExchangeStrategy::AllGather,
+        ExchangeStrategy::NeededOnly,
+        ExchangeStrategy::LeftHalo,
+        ExchangeStrategy::Ring,
+        ExchangeStrategy::HeadAllToAll,
+        ExchangeStrategy::Auto,
+    ]);
+    (exchange, random.once_in(2))
 }
 
 /// Any mask; documents with [`random_marks`] serve all of them.

@@ -12,11 +12,14 @@ mod host;
 mod random;
 mod worlds;
 
-pub use attention::{Attention, Problem, attention_in_f64, attention_in_tensor_ops, visible};
+pub use attention::{
+    Attention, Problem, attention_in_f64, attention_in_tensor_ops, attention_with_sinks_in_f64,
+    visible,
+};
 pub use backend::{DEVICE, DTYPES, TestBackend, head_dim};
 pub use cases::{
-    random_documents, random_layout, random_marks, random_mask, random_placement, span_tokens,
-    unmarked,
+    random_documents, random_exchange, random_layout, random_marks, random_mask, random_placement,
+    span_tokens, unmarked,
 };
 pub use device::{device, enter_rank};
 pub use forms::Form;

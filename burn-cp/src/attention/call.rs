@@ -2,10 +2,11 @@
 
 use std::sync::Arc;
 
-use super::{AttentionOptions, PreparedAttention};
+use super::{AttentionOptions, PreparedAttention, resolve};
 use crate::{
+    collectives::Call,
     comm::{ProcessGroup, ProgramOrder},
-    plan::ExchangeStrategy,
+    plan::{CostShape, ExchangeStrategy, PlanError},
 };
 
 /// What an attention operation needs besides its tensors; kept by its backward step. Cheap to clone.
@@ -14,12 +15,13 @@ pub struct AttentionCall {
     prepared: Arc<PreparedAttention>,
     group: ProcessGroup,
     strategy: ExchangeStrategy,
+    overlap: bool,
     kernel: burn_cp_kernels::AttentionOptions,
     tracked: bool,
 }
 
 impl AttentionCall {
-    /// A call over a prepared plan, whose ranks are those of `group`.
+    /// A call over a prepared plan, whose ranks are those of `group`. Exchange and computation do not overlap.
     ///
     /// # Panics
     /// The plan was prepared for another rank or another number of ranks, the scale is not finite, or the
@@ -50,9 +52,18 @@ impl AttentionCall {
             prepared,
             group,
             strategy,
+            overlap: false,
             kernel,
             tracked: false,
         }
+    }
+
+    /// The same call, in which [`AllGather`](ExchangeStrategy::AllGather), [`NeededOnly`](ExchangeStrategy::NeededOnly) and
+    /// [`LeftHalo`](ExchangeStrategy::LeftHalo) compute with a rank's own keys while those of others travel, or do not. The same on
+    /// every rank. [`Ring`](ExchangeStrategy::Ring) always does, [`HeadAllToAll`](ExchangeStrategy::HeadAllToAll) never.
+    #[must_use]
+    pub fn with_overlap(self, overlap: bool) -> Self {
+        Self { overlap, ..self }
     }
 
     /// The same call, recorded for a backward pass or not.
@@ -80,6 +91,64 @@ impl AttentionCall {
         self.group.size() > 1 && self.prepared.plan().moves_tokens()
     }
 
+    /// The strategy that tensors of these sizes take: what the call was made with, or what
+    /// [`ExchangeStrategy::Auto`] stands for. Pure host; the same on every rank.
+    ///
+    /// # Errors
+    /// The strategy cannot serve the call.
+    pub fn strategy(&self, shape: &CostShape) -> Result<ExchangeStrategy, PlanError> {
+        let strategy = self.taken(shape)?;
+        tracing::debug!(asked = ?self.strategy, taken = ?strategy, overlap = self.overlap, "attention");
+        Ok(strategy)
+    }
+
+    fn taken(&self, shape: &CostShape) -> Result<ExchangeStrategy, PlanError> {
+        let taken = resolve(self.prepared.plan(), self.strategy, self.overlap, shape)?;
+        // What is dropped depends on the head, and a rank that has traded tokens for heads numbers its own from 0.
+        let refused = taken == ExchangeStrategy::HeadAllToAll
+            && self.kernel.dropout.is_some()
+            && self.communicates();
+        match self.strategy {
+            ExchangeStrategy::Auto if refused => Ok(ExchangeStrategy::NeededOnly),
+            _ if refused => Err(PlanError::HeadDropout),
+            _ => Ok(taken),
+        }
+    }
+
+    /// Elements that this rank receives from others in a forward pass over tensors of these sizes. Backward moves keys and values
+    /// again, and as many elements of gradients the other way. Pure host.
+    ///
+    /// # Errors
+    /// The strategy cannot serve the call.
+    pub fn elements_received(&self, shape: &CostShape) -> Result<usize, PlanError> {
+        let strategy = self.taken(shape)?;
+        if !self.communicates() {
+            return Ok(0);
+        }
+        let (rank, size) = (self.group.rank(), self.group.size());
+        let kv = shape.num_kv_heads * (shape.head_dim + shape.v_head_dim);
+        Ok(match strategy {
+            ExchangeStrategy::AllGather => {
+                let sizes = self.prepared.sizes();
+                kv * (sizes.iter().sum::<usize>() - sizes[rank])
+            }
+            ExchangeStrategy::Ring => {
+                let steps = self.prepared.ring().steps.iter();
+                kv * steps
+                    .map(|step| step.exchange.num_received(rank))
+                    .sum::<usize>()
+            }
+            ExchangeStrategy::HeadAllToAll => {
+                let heads = self.prepared.heads();
+                let there = kv + shape.num_heads * shape.head_dim;
+                let back = shape.num_heads * shape.v_head_dim;
+                (there * heads.there.num_received(rank) + back * heads.back.num_received(rank))
+                    / size
+            }
+            _ => kv * self.prepared.exchange().num_received(rank),
+        })
+    }
+
     /// The group over which the sequence is sharded.
     pub fn group(&self) -> &ProcessGroup {
         &self.group
@@ -89,15 +158,28 @@ impl AttentionCall {
         &self.prepared
     }
 
-    pub(super) fn strategy(&self) -> ExchangeStrategy {
-        self.strategy
+    pub(super) fn overlaps(&self) -> bool {
+        self.overlap
     }
 
     pub(super) fn kernel(&self) -> &burn_cp_kernels::AttentionOptions {
         &self.kernel
     }
 
-    pub(super) fn is_tracked(&self) -> bool {
-        self.tracked
+    /// The group's next operation, as one of the forward pass.
+    pub(super) fn forward(&self) -> Call {
+        Call {
+            plan: Some(self.prepared.short_hash()),
+            tracked: self.tracked,
+            ..Call::forward(&self.group, "attention")
+        }
+    }
+
+    /// The group's next operation, as one of the backward pass of the forward operation `of`.
+    pub(super) fn backward(&self, label: &'static str, of: u64) -> Call {
+        Call {
+            plan: Some(self.prepared.short_hash()),
+            ..Call::adjoint(&self.group, label, of)
+        }
     }
 }

@@ -1,277 +1,181 @@
-//! Exchange, kernel, and back.
-//!
-//! K and V travel in one message of rows `[batch · local_tokens, num_kv_heads · (head_dim + v_head_dim)]`, so that a token is
-//! one run of memory and ranges of tokens are ranges of rows.
+//! What every strategy shares: checks, the choice of the driver, and what is kept for backward.
 
-use std::ops::Range;
-
-use burn::tensor::{Tensor, TensorMetadata, TensorPrimitive, backend::Backend, ops::FloatTensor};
-use burn_cp_kernels::{AttentionBackwardInput, AttentionGradients, AttentionInput};
-
-use super::{AttentionCall, InnerAttention};
-use crate::{
-    collectives::{Call, Collective, CollectiveBackend, Payload},
-    plan::ExchangeStrategy,
+use burn::tensor::{TensorMetadata, backend::Backend, ops::FloatTensor};
+use burn_cp_kernels::{
+    AttentionBackwardInput, AttentionGradients, AttentionInput, AttentionOutput,
 };
 
-/// What the backward pass of an attention operation needs. Keys and values of other ranks are not kept.
+use super::{AttentionCall, InnerAttention, gathered, heads, ring, subset::KeySubset};
+use crate::{
+    collectives::CollectiveBackend,
+    plan::{CostShape, ExchangeStrategy},
+};
+
+/// What a driver computed with and what it got. Keys and values of other ranks are not kept, but for those of the heads that
+/// `HeadAllToAll` has traded this rank's others for.
+#[derive(Debug, Clone)]
+pub(super) struct Saved<B: Backend> {
+    pub(super) input: AttentionInput<FloatTensor<B>>,
+    pub(super) out: FloatTensor<B>,
+    pub(super) lse: FloatTensor<B>,
+}
+
+/// What the backward pass of an attention operation needs.
 #[derive(Debug, Clone)]
 pub struct AttentionState<B: Backend> {
-    q: FloatTensor<B>,
-    k: FloatTensor<B>,
-    v: FloatTensor<B>,
-    out: FloatTensor<B>,
-    lse: FloatTensor<B>,
-    /// Number of the forward exchange in the group's program order.
+    saved: Saved<B>,
+    strategy: ExchangeStrategy,
+    /// Number of the first forward operation in the group's program order.
     exchange: Option<u64>,
 }
 
 /// Attention of this rank's queries, without a backward pass. Every rank of the group must call it.
+///
+/// # Panics
+/// As [`attend_with_state`].
 pub fn attend<B: InnerAttention>(
-    q: FloatTensor<B>,
-    k: FloatTensor<B>,
-    v: FloatTensor<B>,
+    input: AttentionInput<FloatTensor<B>>,
     call: &AttentionCall,
 ) -> FloatTensor<B> {
-    attend_with_state::<B>(q, k, v, call).0
+    attend_with_state::<B>(input, call).0
 }
 
-/// [`attend`], and the natural log of each query's sum of exponentials, `[batch, num_heads, local_tokens]`; −∞ where a query
-/// sees no key.
+/// [`attend`], and the natural log of each query's sum of exponentials without the sink, `[batch, num_heads, local_tokens]`; −∞ where
+/// a query sees no key. Every rank of the group must call it.
+///
+/// # Panics
+/// As [`attend_with_state`].
 pub fn attend_with_lse<B: InnerAttention>(
-    q: FloatTensor<B>,
-    k: FloatTensor<B>,
-    v: FloatTensor<B>,
+    input: AttentionInput<FloatTensor<B>>,
     call: &AttentionCall,
 ) -> (FloatTensor<B>, FloatTensor<B>) {
-    let (out, state) = attend_with_state::<B>(q, k, v, call);
-    (out, state.lse)
+    let (out, state) = attend_with_state::<B>(input, call);
+    let lse = state.saved.lse;
+    match (state.strategy, state.exchange) {
+        (ExchangeStrategy::HeadAllToAll, Some(_)) => (out, heads::local_lse::<B>(&lse, call)),
+        _ => (out, lse),
+    }
 }
 
-/// Attention of this rank's queries, and what its backward pass needs. Every rank of the group must call it.
+/// Attention of this rank's queries, `[batch, num_heads, local_tokens, v_head_dim]`, and what its backward pass needs. Every rank of
+/// the group must call it.
+///
+/// # Panics
+/// Before anything travels, on every rank alike: tensors that do not fit the plan or each other, and with the message of a
+/// [`PlanError`](crate::plan::PlanError) where the strategy cannot serve them. A failure between ranks ends this one with a typed
+/// panic.
 pub fn attend_with_state<B: InnerAttention>(
-    q: FloatTensor<B>,
-    k: FloatTensor<B>,
-    v: FloatTensor<B>,
+    input: AttentionInput<FloatTensor<B>>,
     call: &AttentionCall,
 ) -> (FloatTensor<B>, AttentionState<B>) {
-    check_shapes::<B>(&q, &k, &v, call);
-    let exchange = call
-        .communicates()
-        .then(|| Call::forward(call.group(), "attention"));
-    let (k_all, v_all) = keys_and_values::<B>(&k, &v, call, exchange);
-    let input = AttentionInput::new(q.clone(), k_all, v_all);
-    let output = B::attention_forward(input, call.prepared().segments(), call.kernel());
-    let state = AttentionState {
-        q,
-        k,
-        v,
-        out: output.out.clone(),
-        lse: output.lse,
-        exchange: exchange.map(|exchange| exchange.number),
+    let shape = check_shapes::<B>(&input, call);
+    let strategy = call
+        .strategy(&shape)
+        .unwrap_or_else(|error| panic!("attention: {error}"));
+    let keep = |output: AttentionOutput<FloatTensor<B>>, exchange| {
+        let AttentionOutput { out, lse, .. } = output;
+        let saved = Saved {
+            input: input.clone(),
+            out: out.clone(),
+            lse,
+        };
+        (out, saved, exchange)
     };
-    (output.out, state)
+    let (out, saved, exchange) = if !call.communicates() {
+        let output = gathered::forward::<B>(input.clone(), call, strategy, None);
+        keep(output, None)
+    } else {
+        match strategy {
+            ExchangeStrategy::Ring => {
+                let (output, first) = ring::forward::<B>(&input, call);
+                keep(output, first)
+            }
+            ExchangeStrategy::HeadAllToAll => {
+                let (out, saved, first) = heads::forward::<B>(&input, call);
+                (out, saved, Some(first))
+            }
+            _ => {
+                let exchange = call.forward();
+                let output = if call.overlaps() {
+                    gathered::overlapped_forward::<B>(&input, call, strategy, exchange)
+                } else {
+                    gathered::forward::<B>(input.clone(), call, strategy, Some(exchange))
+                };
+                keep(output, Some(exchange.number))
+            }
+        }
+    };
+    let state = AttentionState {
+        saved,
+        strategy,
+        exchange,
+    };
+    (out, state)
 }
 
-/// The gradients of this rank's q, k and v. Every rank of the group must call it.
+/// The gradients of this rank's q, k, v and sinks. Every rank of the group must call it.
 ///
-/// Keys and values are exchanged again; dK and dV of other ranks' tokens go back to their owners, who add them up in rank
-/// order, in `f32` at least.
+/// Keys and values are exchanged again where they are not kept; dK and dV of other ranks' tokens go back to their owners, who add them
+/// up in a fixed order, in `f32` at least. The gradient of the sinks is this rank's share: the sum over ranks is the whole.
 pub fn attention_gradients<B: InnerAttention>(
     state: AttentionState<B>,
     dout: FloatTensor<B>,
     call: &AttentionCall,
 ) -> AttentionGradients<FloatTensor<B>> {
     let AttentionState {
-        q,
-        k,
-        v,
-        out,
-        lse,
+        saved,
+        strategy,
         exchange,
     } = state;
-    let again = exchange.map(|number| Call::adjoint(call.group(), "attention again", number));
-    let (k_all, v_all) = keys_and_values::<B>(&k, &v, call, again);
-    let input = AttentionBackwardInput::new(q, k_all, v_all, out, lse, dout);
-    let gradients = B::attention_backward(input, call.prepared().segments(), call.kernel());
-    if call.prepared().is_local() {
-        return gradients;
+    match (exchange, strategy) {
+        (Some(of), ExchangeStrategy::Ring) => ring::backward(&saved, &dout, call, of),
+        (Some(of), ExchangeStrategy::HeadAllToAll) => heads::backward(saved, &dout, call, of),
+        (Some(of), _) if call.overlaps() => {
+            gathered::overlapped_backward(&saved, &dout, call, strategy, of)
+        }
+        _ => gathered::backward(&saved, dout, call, strategy, exchange),
     }
-    let AttentionGradients { dq, dk, dv, .. } = gradients;
-    let adjoint = exchange.map(|number| Call::adjoint(call.group(), "attention", number));
-    let rows = pack::<B>(&dk, &dv);
-    let rows = send_back::<B>(rows, call, adjoint);
-    let (dk, dv) = unpack::<B>(rows, &k.shape().to_vec(), &v.shape().to_vec());
-    AttentionGradients::new(dq, dk, dv)
 }
 
-/// The keys and values that the segments address: this rank's own, or the buffer that the plan describes.
-fn keys_and_values<B: InnerAttention>(
-    k: &FloatTensor<B>,
-    v: &FloatTensor<B>,
+/// The queries over some of their keys, without sinks: a partial result.
+pub(super) fn forward_over<B: InnerAttention>(
+    q: &FloatTensor<B>,
+    (k, v): (FloatTensor<B>, FloatTensor<B>),
+    keys: &KeySubset,
     call: &AttentionCall,
-    exchange: Option<Call>,
-) -> (FloatTensor<B>, FloatTensor<B>) {
-    let prepared = call.prepared();
-    if prepared.is_local() {
-        return (k.clone(), v.clone());
-    }
-    let rows = Payload::Float(pack::<B>(k, v).into_primitive().tensor());
-    let buffer = match (exchange, call.strategy()) {
-        (None, _) => take(&rows, &prepared.gathered_locally()),
-        (Some(exchange), ExchangeStrategy::AllGather) => {
-            let op = Collective::AllGather {
-                dim: 0,
-                sizes: prepared.sizes().clone(),
-            };
-            let all = B::collective(rows, &op, call.group(), with_plan(exchange, call));
-            take(&all, prepared.gathered())
-        }
-        (Some(exchange), _) => {
-            let op = Collective::Exchange {
-                dim: 0,
-                plan: prepared.exchange().clone(),
-            };
-            B::collective(rows, &op, call.group(), with_plan(exchange, call))
-        }
-    };
-    // Layers and devices fail on empty tensors: an empty buffer is one row that no segment names.
-    let buffer = if buffer.shape()[0] == 0 {
-        buffer.zeros_like(0, 1)
-    } else {
-        buffer
-    };
-    let num_tokens = buffer.shape()[0];
-    let flat = |shape: Vec<usize>| vec![1, shape[1], num_tokens, shape[3]];
-    let (k_shape, v_shape) = (flat(k.shape().to_vec()), flat(v.shape().to_vec()));
-    unpack::<B>(into_rows(buffer), &k_shape, &v_shape)
-}
-
-/// Brings the gradients of the buffer's rows back to the ranks that own them.
-fn send_back<B: InnerAttention>(
-    rows: Tensor<B, 2>,
-    call: &AttentionCall,
-    adjoint: Option<Call>,
-) -> Tensor<B, 2> {
-    let prepared = call.prepared();
-    let len = prepared.exchange().output_len();
-    let rows = Payload::Float(rows.into_primitive().tensor());
-    let rows = if len == 0 {
-        rows.zeros_like(0, 0)
-    } else {
-        rows
-    };
-    into_rows(match (adjoint, call.strategy()) {
-        (None, _) => place(
-            &rows,
-            &prepared.gathered_locally(),
-            prepared.sizes()[prepared.rank()],
-        ),
-        (Some(adjoint), ExchangeStrategy::AllGather) => {
-            let all = place(&rows, prepared.gathered(), prepared.sizes().iter().sum());
-            let op = Collective::ReduceScatter {
-                dim: 0,
-                sizes: prepared.sizes().clone(),
-            };
-            B::collective(all, &op, call.group(), with_plan(adjoint, call))
-        }
-        (Some(adjoint), _) => {
-            let op = Collective::ExchangeReverse {
-                dim: 0,
-                plan: prepared.exchange().clone(),
-            };
-            B::collective(rows, &op, call.group(), with_plan(adjoint, call))
-        }
-    })
-}
-
-fn with_plan(exchange: Call, call: &AttentionCall) -> Call {
-    let tracked = call.is_tracked() && exchange.adjoint_of.is_none();
-    Call {
-        plan: Some(call.prepared().short_hash()),
-        tracked,
-        ..exchange
-    }
-}
-
-fn into_rows<B: Backend>(payload: Payload<B>) -> Tensor<B, 2> {
-    match payload {
-        Payload::Float(tensor) => Tensor::from_primitive(TensorPrimitive::Float(tensor)),
-        _ => unreachable!("keys and values are floats"),
-    }
-}
-
-/// The rows of `ranges`, in their order.
-fn take<B: Backend>(rows: &Payload<B>, ranges: &[Range<usize>]) -> Payload<B> {
-    Payload::concat(
-        ranges.iter().map(|range| rows.rows(0, range)).collect(),
-        0,
-        rows,
+) -> AttentionOutput<FloatTensor<B>> {
+    B::attention_forward(
+        AttentionInput::new(q.clone(), k, v),
+        &keys.segments,
+        call.kernel(),
     )
 }
 
-/// The adjoint of [`take`]: rows go back to their ranges, all others are 0. No two ranges overlap.
-fn place<B: Backend>(rows: &Payload<B>, ranges: &[Range<usize>], len: usize) -> Payload<B> {
-    let mut at = 0;
-    let mut pieces: Vec<(&Range<usize>, Range<usize>)> = Vec::with_capacity(ranges.len());
-    for range in ranges {
-        pieces.push((range, at..at + range.len()));
-        at += range.len();
-    }
-    pieces.sort_by_key(|(range, _)| range.start);
-    let (mut parts, mut filled) = (Vec::new(), 0);
-    for (range, from) in pieces {
-        if range.start > filled {
-            parts.push(rows.zeros_like(0, range.start - filled));
-        }
-        parts.push(rows.rows(0, &from));
-        filled = range.end;
-    }
-    if filled < len {
-        parts.push(rows.zeros_like(0, len - filled));
-    }
-    Payload::concat(parts, 0, rows)
-}
-
-fn wrap<B: Backend>(tensor: &FloatTensor<B>) -> Tensor<B, 4> {
-    Tensor::from_primitive(TensorPrimitive::Float(tensor.clone()))
-}
-
-/// `[batch, num_kv_heads, tokens, ..]` twice -> `[batch · tokens, num_kv_heads · (head_dim + v_head_dim)]`.
-fn pack<B: Backend>(k: &FloatTensor<B>, v: &FloatTensor<B>) -> Tensor<B, 2> {
-    let rows = Tensor::cat(vec![wrap::<B>(k), wrap::<B>(v)], 3).swap_dims(1, 2);
-    let [batch, tokens, heads, width] = rows.dims();
-    rows.reshape([batch * tokens, heads * width])
-}
-
-/// The inverse of [`pack`], to tensors of the given shapes.
-fn unpack<B: Backend>(
-    rows: Tensor<B, 2>,
-    k_shape: &[usize],
-    v_shape: &[usize],
-) -> (FloatTensor<B>, FloatTensor<B>) {
-    let (batch, heads, tokens) = (k_shape[0], k_shape[1], k_shape[2]);
-    let (head_dim, v_head_dim) = (k_shape[3], v_shape[3]);
-    let both = rows
-        .reshape([batch, tokens, heads, head_dim + v_head_dim])
-        .swap_dims(1, 2);
-    let k = both.clone().narrow(3, 0, head_dim);
-    let v = both.narrow(3, head_dim, v_head_dim);
-    (k.into_primitive().tensor(), v.into_primitive().tensor())
+/// The share of some of the keys in the gradients; that of the sinks is the whole each time.
+pub(super) fn backward_over<B: InnerAttention>(
+    saved: &Saved<B>,
+    (k, v): (FloatTensor<B>, FloatTensor<B>),
+    dout: &FloatTensor<B>,
+    keys: &KeySubset,
+    call: &AttentionCall,
+) -> AttentionGradients<FloatTensor<B>> {
+    let (out, lse) = (saved.out.clone(), saved.lse.clone());
+    let input = AttentionBackwardInput::new(saved.input.q.clone(), k, v, out, lse, dout.clone())
+        .with_sinks(saved.input.sinks.clone());
+    B::attention_backward(input, &keys.segments, call.kernel())
 }
 
 /// Refuses shapes that do not fit the plan, before anything travels. Every rank has the same plan and model, so all refuse.
 fn check_shapes<B: CollectiveBackend>(
-    q: &FloatTensor<B>,
-    k: &FloatTensor<B>,
-    v: &FloatTensor<B>,
+    input: &AttentionInput<FloatTensor<B>>,
     call: &AttentionCall,
-) {
+) -> CostShape {
     let plan = call.prepared().plan();
     let (batch, tokens) = (
         plan.documents().batch_size(),
         plan.layout().local_len(call.group().rank()),
     );
+    let AttentionInput { q, k, v, sinks, .. } = input;
     let dtypes = [q.dtype(), k.dtype(), v.dtype()];
     assert!(
         dtypes.iter().all(|dtype| *dtype == dtypes[0]),
@@ -302,4 +206,19 @@ fn check_shapes<B: CollectiveBackend>(
         q[1],
         k[1]
     );
+    if let Some(sinks) = sinks {
+        let shape = sinks.shape().to_vec();
+        assert!(
+            shape == [q[1]],
+            "attention: sinks must be [num_heads {}], got {shape:?}",
+            q[1]
+        );
+    }
+    CostShape {
+        num_heads: q[1],
+        num_kv_heads: k[1],
+        head_dim: q[3],
+        v_head_dim: v[3],
+        bytes_per_element: dtypes[0].size(),
+    }
 }

@@ -2,34 +2,63 @@
 //!
 //! Attention is one operation of the autodiff graph: keys and values travel as the plan says, the varlen kernel runs on this
 //! rank's queries, and the backward pass exchanges again instead of keeping what others sent. There is one driver per exchange
-//! strategy, and each serves every layout. This room knows plans, groups and kernels; it does not know batches or models.
+//! strategy, and each serves every layout: a driver sees segments, pieces and rows, never a policy. This room knows plans, groups
+//! and kernels; it does not know batches or models.
+//!
+//! # What each strategy promises
+//!
+//! | strategy | overlap | forward | backward |
+//! | --- | --- | --- | --- |
+//! | `AllGather`, `NeededOnly`, `LeftHalo` | off | the bits of one rank | accurate |
+//! | `AllGather`, `NeededOnly`, `LeftHalo` | on | accurate | accurate |
+//! | `Ring` | always | accurate | accurate |
+//! | `HeadAllToAll` | never | the bits of one rank | accurate |
+//!
+//! *The bits of one rank*: what the same kernel gives one rank that holds all tokens. *Accurate*: against attention in `f64`, as far off
+//! as attention written in tensor operations is at most twice, in the same dtype. Every strategy gives the same bits from run to run,
+//! forward and backward, since nothing depends on who arrives first; kernels must do so too. `Auto` promises what it takes.
+//!
+//! Partial results (overlap, ring) are merged in `f32` at least, and so are gradients of keys and values that several ranks contribute
+//! to, in a fixed order: by rank without overlap, the owner's own first with it, and by step in a ring. What kernels return and what
+//! travels has the dtype of the tensors. A sink joins the sum of exponentials once, after merging.
 
 mod call;
 mod driver;
+mod gathered;
+mod heads;
+mod heads_plan;
+mod merge;
 mod prepared;
+mod ring;
+mod ring_plan;
+mod rows;
+mod split;
+mod strategy;
+mod subset;
 
 use burn::tensor::ops::FloatTensor;
 use burn_cp_kernels::{AttentionBackend, VarlenAttentionBackend};
 use serde::{Deserialize, Serialize};
 
-pub use burn_cp_kernels::Dropout;
+pub use burn_cp_kernels::{AttentionGradients, AttentionInput, Dropout};
 pub use call::AttentionCall;
 pub use driver::{AttentionState, attend, attend_with_lse, attend_with_state, attention_gradients};
 pub use prepared::{PrepareError, PreparedAttention};
+pub use strategy::resolve;
 
 use crate::{collectives::CollectiveBackend, plan::MaskKind};
 
 /// A backend that runs context-parallel attention: Flex, NdArray, CubeCL's plain and fused, and `Autodiff` over any of them.
 pub trait ContextParallelBackend: CollectiveBackend + VarlenAttentionBackend {
     /// Attention of this rank's queries: `q [batch, num_heads, local_tokens, head_dim]`, `k` and `v`
-    /// `[batch, num_kv_heads, local_tokens, head_dim]` -> `[batch, num_heads, local_tokens, v_head_dim]`.
+    /// `[batch, num_kv_heads, local_tokens, head_dim]`, and where there are sinks those of all heads, `[num_heads]` ->
+    /// `[batch, num_heads, local_tokens, v_head_dim]`.
     ///
     /// Every rank of the call's group must call it. Differentiable on autodiff backends: one operation, whose backward pass
-    /// runs the adjoint of the exchange.
+    /// runs the adjoint of the exchange. The gradient of the sinks is this rank's share of it, like that of any parameter that all
+    /// ranks hold: the sum over ranks is the whole.
     fn context_attention(
-        q: FloatTensor<Self>,
-        k: FloatTensor<Self>,
-        v: FloatTensor<Self>,
+        input: AttentionInput<FloatTensor<Self>>,
         call: &AttentionCall,
     ) -> FloatTensor<Self>;
 }

@@ -1,13 +1,17 @@
 //! A plan made ready for one rank: kernel segments and exchange ranges, made once per mask and step.
 
-use std::{ops::Range, sync::Arc};
+use std::{
+    ops::Range,
+    sync::{Arc, OnceLock},
+};
 
 use burn_cp_kernels::{AttentionError, DropoutPlace, Segment, Segments, Window};
 
+use super::{heads_plan::HeadsPlan, ring_plan::RingPlan, split::Split, subset::flat};
 use crate::{
     collectives::{ExchangeError, ExchangePlan, Piece},
     layout::LocalRun,
-    plan::{self, AttentionPlan},
+    plan::{self, AttentionPlan, PlanError},
 };
 
 /// A plan that could not be turned into kernel segments and exchange ranges: a fault of this library.
@@ -19,6 +23,9 @@ pub enum PrepareError {
     /// The exchange refuses the ranges.
     #[error(transparent)]
     Exchange(#[from] ExchangeError),
+    /// The whole documents cannot be planned for one rank.
+    #[error(transparent)]
+    Plan(#[from] PlanError),
 }
 
 /// What one rank needs to run a plan: its segments, and where its keys and values come from. Host data.
@@ -33,6 +40,10 @@ pub struct PreparedAttention {
     /// The buffer's rows in the rank-major concatenation of all shards, in buffer order.
     gathered: Vec<Range<usize>>,
     sizes: Arc<[usize]>,
+    /// What only some strategies need, made when it is first asked for.
+    split: OnceLock<Result<Split, PrepareError>>,
+    ring: OnceLock<Result<RingPlan, PrepareError>>,
+    heads: OnceLock<Result<HeadsPlan, PrepareError>>,
 }
 
 impl PreparedAttention {
@@ -59,21 +70,7 @@ impl PreparedAttention {
         let sizes: Vec<usize> = (0..plan.world_size())
             .map(|r| batch * layout.local_len(r))
             .collect();
-        let flat = |source: usize, row: usize, local: &Range<usize>| {
-            let start = row * layout.local_len(source);
-            start + local.start..start + local.end
-        };
-        let pieces: Vec<Vec<Piece>> = plan
-            .ranks()
-            .iter()
-            .map(|rank| {
-                let piece = |p: &plan::KvPiece| Piece {
-                    source: p.source,
-                    range: flat(p.source, p.row, &p.local),
-                };
-                rank.pieces.iter().map(piece).collect()
-            })
-            .collect();
+        let pieces = all_pieces(&plan);
         let gathered = pieces[rank]
             .iter()
             .map(|piece| {
@@ -91,6 +88,9 @@ impl PreparedAttention {
             exchange,
             gathered,
             sizes: sizes.into(),
+            split: OnceLock::new(),
+            ring: OnceLock::new(),
+            heads: OnceLock::new(),
         })
     }
 
@@ -107,6 +107,26 @@ impl PreparedAttention {
     /// The rank's segments, as the kernels take them.
     pub fn segments(&self) -> &Segments {
         &self.segments
+    }
+
+    /// Own keys and others' apart.
+    pub(super) fn split(&self) -> &Split {
+        let made = self.split.get_or_init(|| Split::new(self));
+        expect_made(made)
+    }
+
+    /// The steps of a ring.
+    pub(super) fn ring(&self) -> &RingPlan {
+        let made = self.ring.get_or_init(|| RingPlan::new(self));
+        expect_made(made)
+    }
+
+    /// The trade of tokens for heads.
+    pub(super) fn heads(&self) -> &HeadsPlan {
+        let made = self
+            .heads
+            .get_or_init(|| HeadsPlan::new(&self.plan, self.rank));
+        expect_made(made)
     }
 
     pub(super) fn is_local(&self) -> bool {
@@ -146,7 +166,11 @@ impl PreparedAttention {
 
 /// Where each segment's queries stand in their document. Numbers and positions count modulo 2^32.
 #[allow(clippy::cast_possible_truncation)]
-fn dropout_places(segments: &Segments, plan: &AttentionPlan, rank: usize) -> Vec<DropoutPlace> {
+pub(super) fn dropout_places(
+    segments: &Segments,
+    plan: &AttentionPlan,
+    rank: usize,
+) -> Vec<DropoutPlace> {
     let runs = LocalRun::of_rank(plan.documents(), plan.layout(), rank);
     let place = |segment: &Segment| {
         let (row, token) = (segment.q_row, segment.q.start);
@@ -160,7 +184,19 @@ fn dropout_places(segments: &Segments, plan: &AttentionPlan, rank: usize) -> Vec
     segments.iter().map(place).collect()
 }
 
-fn kernel_segments(
+/// The pieces of every rank's buffer, as rows of their sources' shards.
+pub(super) fn all_pieces(plan: &AttentionPlan) -> Vec<Vec<Piece>> {
+    let of = |rank: &plan::RankPlan| rank.pieces.iter().map(|piece| flat(plan, piece)).collect();
+    plan.ranks().iter().map(of).collect()
+}
+
+/// As with any other part of a plan that kernels and exchange contradict, the fault is this library's.
+fn expect_made<T>(made: &Result<T, PrepareError>) -> &T {
+    made.as_ref()
+        .unwrap_or_else(|error| panic!("attention: {error}"))
+}
+
+pub(super) fn kernel_segments(
     segments: &[plan::Segment],
     q_shape: (usize, usize),
     k_shape: (usize, usize),

@@ -21,10 +21,10 @@ use burn::{
 
 use crate::{
     attention::{
-        AttentionCall, AttentionState, ContextParallelBackend, InnerAttention, attend_with_state,
-        attention_gradients,
+        AttentionCall, AttentionInput, AttentionState, ContextParallelBackend, InnerAttention,
+        attend_with_state, attention_gradients,
     },
-    collectives::{Call, Collective, CollectiveBackend, Payload},
+    collectives::{Call, Collective, CollectiveBackend, Payload, Pending},
     comm::{ProcessGroup, ProgramOrder, WeakProgramOrder},
 };
 
@@ -182,6 +182,15 @@ impl<B: CollectiveBackend, C: CheckpointStrategy> Backward<B, 2> for CollectiveS
 }
 
 impl<B: CollectiveBackend, C: CheckpointStrategy> CollectiveBackend for Autodiff<B, C> {
+    fn collective_start(
+        payload: Payload<Self>,
+        op: &Collective,
+        group: &ProcessGroup,
+        call: Call,
+    ) -> Pending<Self> {
+        Pending::ready(Self::collective(payload, op, group, call))
+    }
+
     fn collective(
         payload: Payload<Self>,
         op: &Collective,
@@ -265,12 +274,12 @@ struct AttentionStepState<B: Backend> {
     place: Place,
 }
 
-impl<B: InnerAttention, C: CheckpointStrategy> Backward<B, 4> for AttentionStep<C> {
+impl<B: InnerAttention, C: CheckpointStrategy, const N: usize> Backward<B, N> for AttentionStep<C> {
     type State = AttentionStepState<B>;
 
     fn backward(
         self,
-        ops: Ops<Self::State, 4>,
+        ops: Ops<Self::State, N>,
         grads: &mut Gradients,
         _checkpointer: &mut Checkpointer,
     ) {
@@ -280,69 +289,77 @@ impl<B: InnerAttention, C: CheckpointStrategy> Backward<B, 4> for AttentionStep<
         let device = B::float_device(&dout);
         // Runs on every rank, also where a parent is not tracked: the others wait for its part.
         let gradients = attention_gradients::<B>(saved, dout, &call);
-        let [q, k, v, previous] = ops.parents;
-        for (node, grad) in [(q, gradients.dq), (k, gradients.dk), (v, gradients.dv)] {
-            if let Some(node) = node {
+        let previous = place.previous.map(|like| like.zeros::<B>(&device));
+        let own = [gradients.dq, gradients.dk, gradients.dv].map(Some);
+        let all = [previous].into_iter().chain(own).chain([gradients.dsinks]);
+        for (node, grad) in ops.parents.into_iter().zip(all) {
+            if let (Some(node), Some(grad)) = (node, grad) {
                 grads.register::<B>(node.id, grad);
             }
-        }
-        if let (Some(node), Some(like)) = (previous, place.previous) {
-            grads.register::<B>(node.id, like.zeros::<B>(&device));
         }
     }
 }
 
 impl<B: InnerAttention, C: CheckpointStrategy> ContextParallelBackend for Autodiff<B, C> {
     fn context_attention(
-        q: FloatTensor<Self>,
-        k: FloatTensor<Self>,
-        v: FloatTensor<Self>,
+        input: AttentionInput<FloatTensor<Self>>,
         call: &AttentionCall,
     ) -> FloatTensor<Self> {
-        let tracked = [&q, &k, &v].iter().any(|tensor| tensor.is_tracked());
-        let call = call.tracked(tracked);
-        let (output, saved) = attend_with_state::<B>(
-            q.primitive.clone(),
-            k.primitive.clone(),
-            v.primitive.clone(),
-            &call,
-        );
-        if !tracked {
-            return <Self as burn::tensor::backend::AutodiffBackend>::from_inner(output);
+        let AttentionInput { q, k, v, sinks, .. } = input;
+        match sinks {
+            None => attend::<B, C, 4>([q, k, v], None, call),
+            Some(sinks) => attend::<B, C, 5>([q, k, v], Some(sinks), call),
         }
-        // Attention that moves nothing runs no adjoint between ranks, so its place does not matter.
-        let solo = ProcessGroup::solo();
-        let group = if call.communicates() {
-            call.group()
-        } else {
-            &solo
-        };
-        let (previous, place) = enter::<B, C>(group);
-        let previous = previous.unwrap_or_else(|| q.clone());
-        let step = AttentionStep::<C> {
-            strategy: std::marker::PhantomData,
-        };
-        let nodes = [
-            q.node.clone(),
-            k.node.clone(),
-            v.node.clone(),
-            previous.node.clone(),
-        ];
-        let output = match Backward::<B, 4>::prepare::<C>(step, nodes)
-            .compute_bound()
-            .stateful()
-        {
-            OpsKind::Tracked(prep) => prep.finish(
-                AttentionStepState {
-                    saved,
-                    call: call.outside_order(),
-                    place,
-                },
-                output,
-            ),
-            OpsKind::UnTracked(prep) => prep.finish(output),
-        };
-        leave::<B, C>(group, &output);
-        output
     }
+}
+
+/// The operation, whose `N` parents are the previous one of its order, q, k, v, and the sinks where there are any.
+fn attend<B: InnerAttention, C: CheckpointStrategy, const N: usize>(
+    qkv: [FloatTensor<Autodiff<B, C>>; 3],
+    sinks: Option<FloatTensor<Autodiff<B, C>>>,
+    call: &AttentionCall,
+) -> FloatTensor<Autodiff<B, C>> {
+    let tracked = (qkv.iter().chain(&sinks)).any(|tensor| tensor.is_tracked());
+    let call = call.tracked(tracked);
+    let [q, k, v] = qkv.each_ref().map(|tensor| tensor.primitive.clone());
+    let inner_sinks = sinks.as_ref().map(|sinks| sinks.primitive.clone());
+    let input = AttentionInput::new(q, k, v).with_sinks(inner_sinks);
+    let (output, saved) = attend_with_state::<B>(input, &call);
+    if !tracked {
+        return <Autodiff<B, C> as burn::tensor::backend::AutodiffBackend>::from_inner(output);
+    }
+    // Attention that moves nothing runs no adjoint between ranks, so its place does not matter.
+    let solo = ProcessGroup::solo();
+    let group = if call.communicates() {
+        call.group()
+    } else {
+        &solo
+    };
+    let (previous, place) = enter::<B, C>(group);
+    // An operation without a predecessor names its queries twice: the first parent then receives nothing.
+    let previous = previous.unwrap_or_else(|| qkv[0].clone());
+    let step = AttentionStep::<C> {
+        strategy: std::marker::PhantomData,
+    };
+    let mut parents = [&previous].into_iter().chain(&qkv).chain(&sinks);
+    let nodes = std::array::from_fn(|_| {
+        let parent = parents.next().expect("as many parents as the step has");
+        parent.node.clone()
+    });
+    let output = match Backward::<B, N>::prepare::<C>(step, nodes)
+        .compute_bound()
+        .stateful()
+    {
+        OpsKind::Tracked(prep) => prep.finish(
+            AttentionStepState {
+                saved,
+                call: call.outside_order(),
+                place,
+            },
+            output,
+        ),
+        OpsKind::UnTracked(prep) => prep.finish(output),
+    };
+    leave::<B, C>(group, &output);
+    output
 }

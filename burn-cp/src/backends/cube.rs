@@ -5,8 +5,8 @@ use burn_cp_kernels::AttentionRuntime;
 use burn_cubecl::{BoolElement, CubeBackend, FloatElement, IntElement};
 
 use crate::{
-    attention::{AttentionCall, ContextParallelBackend, attend},
-    collectives::{Call, Collective, CollectiveBackend, Payload, run_through_host},
+    attention::{AttentionCall, AttentionInput, ContextParallelBackend, attend},
+    collectives::{Call, Collective, CollectiveBackend, Payload, Pending, start_through_host},
     comm::ProcessGroup,
 };
 #[cfg(feature = "wgpu")]
@@ -22,7 +22,7 @@ type Plain<R> = CubeBackend<R, f32, i32, u8>;
 ///
 /// The hidden method is the runtime's own transport, which CUDA has and others do not.
 pub trait CollectiveRuntime: AttentionRuntime {
-    /// Runs a collective from device to device. Gives the payload back where the group's ranks have no such connection; the same
+    /// Starts a collective from device to device. Gives the payload back where the group's ranks have no such connection; the same
     /// answer on every rank.
     #[doc(hidden)]
     fn own_collective(
@@ -30,7 +30,7 @@ pub trait CollectiveRuntime: AttentionRuntime {
         _op: &Collective,
         _group: &ProcessGroup,
         _call: &Call,
-    ) -> Result<Payload<Plain<Self>>, Payload<Plain<Self>>> {
+    ) -> Result<Pending<Plain<Self>>, Payload<Plain<Self>>> {
         Err(payload)
     }
 }
@@ -64,15 +64,15 @@ where
     I: IntElement,
     BT: BoolElement,
 {
-    fn collective(
+    fn collective_start(
         payload: Payload<Self>,
         op: &Collective,
         group: &ProcessGroup,
         call: Call,
-    ) -> Payload<Self> {
+    ) -> Pending<Self> {
         match R::own_collective(recast!(payload), op, group, &call) {
-            Ok(result) => recast!(result),
-            Err(payload) => run_through_host::<Self>(recast!(payload), op, group, call),
+            Ok(pending) => Pending::new(move || recast!(pending.finish())),
+            Err(payload) => start_through_host::<Self>(recast!(payload), op, group, call),
         }
     }
 }
@@ -85,11 +85,9 @@ where
     BT: BoolElement,
 {
     fn context_attention(
-        q: FloatTensor<Self>,
-        k: FloatTensor<Self>,
-        v: FloatTensor<Self>,
+        input: AttentionInput<FloatTensor<Self>>,
         call: &AttentionCall,
     ) -> FloatTensor<Self> {
-        attend::<Self>(q, k, v, call)
+        attend::<Self>(input, call)
     }
 }

@@ -1,7 +1,8 @@
-//! Fused backends: a collective executes at once, on the inner backend's tensors.
+//! Fused backends: a collective is started at once, on the inner backend's tensors.
 //!
 //! A stream of lazy operations may reorder what it fuses; ranks must meet in program order. So the stream runs what the payload
 //! depends on, the inner backend exchanges, and the result comes back as a new tensor of the stream. The device is not waited for.
+//! What is computed between start and finish runs when the stream gets to it, which may be after the exchange.
 
 use burn::tensor::{DType, Shape, TensorMetadata, ops::FloatTensor};
 use burn_cp_kernels::AttentionBackend;
@@ -11,22 +12,23 @@ use burn_fusion::{
 use burn_ir::{InitOperationIr, OperationIr, OperationOutput};
 
 use crate::{
-    attention::{AttentionCall, ContextParallelBackend, attend},
-    collectives::{Call, Collective, CollectiveBackend, Payload},
+    attention::{AttentionCall, AttentionInput, ContextParallelBackend, attend},
+    collectives::{Call, Collective, CollectiveBackend, Payload, Pending},
     comm::ProcessGroup,
 };
 
 type Runtime<B> = <B as FusionBackend>::FusionRuntime;
 
 impl<B: FusionBackend + CollectiveBackend> CollectiveBackend for Fusion<B> {
-    fn collective(
+    fn collective_start(
         payload: Payload<Self>,
         op: &Collective,
         group: &ProcessGroup,
         call: Call,
-    ) -> Payload<Self> {
+    ) -> Pending<Self> {
         let (inner, client) = resolve::<B>(payload);
-        match B::collective(inner, op, group, call) {
+        let pending = B::collective_start(inner, op, group, call);
+        Pending::new(move || match pending.finish() {
             Payload::Float(tensor) => {
                 let (shape, dtype) = (tensor.shape(), tensor.dtype());
                 let handle = B::float_tensor_handle(tensor);
@@ -42,7 +44,7 @@ impl<B: FusionBackend + CollectiveBackend> CollectiveBackend for Fusion<B> {
                 let handle = B::bool_tensor_handle(tensor);
                 Payload::Bool(register::<B>(&client, handle, shape, dtype))
             }
-        }
+        })
     }
 }
 
@@ -89,11 +91,9 @@ where
     Self: AttentionBackend,
 {
     fn context_attention(
-        q: FloatTensor<Self>,
-        k: FloatTensor<Self>,
-        v: FloatTensor<Self>,
+        input: AttentionInput<FloatTensor<Self>>,
         call: &AttentionCall,
     ) -> FloatTensor<Self> {
-        attend::<Self>(q, k, v, call)
+        attend::<Self>(input, call)
     }
 }

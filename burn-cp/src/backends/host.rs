@@ -3,7 +3,7 @@
 use burn::tensor::ops::FloatTensor;
 
 use crate::{
-    attention::{AttentionCall, ContextParallelBackend, attend},
+    attention::{AttentionCall, AttentionInput, ContextParallelBackend, attend},
     collectives::CollectiveBackend,
     comm::RankContext,
     launch::{DeviceError, RankDevice},
@@ -15,12 +15,10 @@ macro_rules! host_backend {
 
         impl ContextParallelBackend for $backend {
             fn context_attention(
-                q: FloatTensor<Self>,
-                k: FloatTensor<Self>,
-                v: FloatTensor<Self>,
+                input: AttentionInput<FloatTensor<Self>>,
                 call: &AttentionCall,
             ) -> FloatTensor<Self> {
-                attend::<Self>(q, k, v, call)
+                attend::<Self>(input, call)
             }
         }
     };

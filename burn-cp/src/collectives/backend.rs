@@ -2,7 +2,7 @@
 
 use burn::tensor::{backend::Backend, ops::FloatTensor};
 
-use super::{Call, Collective, Payload, run_by_messages, run_on_threads};
+use super::{Call, Collective, Payload, Pending, start_by_messages, start_on_threads};
 use crate::comm::{ProcessGroup, Transport};
 
 /// A backend whose tensors can be exchanged between ranks.
@@ -11,7 +11,24 @@ use crate::comm::{ProcessGroup, Transport};
 /// `Autodiff` over any such backend. The provided
 /// method serves every backend whose tensors can be read by other threads, and be brought to the host and back.
 pub trait CollectiveBackend: Backend {
-    /// Runs a collective. Every rank of `group` must call it with the same `op`, up to what may differ between ranks.
+    /// Starts a collective, and returns before its result is there. Every rank of `group` must call it with the same `op`, up to
+    /// what may differ between ranks. Several may be under way; ranks start them in the same order, and may finish them in any.
+    ///
+    /// Not differentiable on its own: an autodiff backend runs [`Self::collective`] at once.
+    fn collective_start(
+        payload: Payload<Self>,
+        op: &Collective,
+        group: &ProcessGroup,
+        call: Call,
+    ) -> Pending<Self> {
+        match group.transport() {
+            Transport::Processes => start_by_messages(payload, op, group, call),
+            Transport::Solo | Transport::Threads => start_on_threads(payload, op, group, call),
+        }
+    }
+
+    /// Runs a collective: starts and finishes it. Every rank of `group` must call it with the same `op`, up to what may differ
+    /// between ranks.
     ///
     /// On an autodiff backend a tracked float payload is differentiable, and chained in the group's program order.
     fn collective(
@@ -20,10 +37,7 @@ pub trait CollectiveBackend: Backend {
         group: &ProcessGroup,
         call: Call,
     ) -> Payload<Self> {
-        match group.transport() {
-            Transport::Processes => run_by_messages(payload, op, group, call),
-            Transport::Solo | Transport::Threads => run_on_threads(payload, op, group, call),
-        }
+        Self::collective_start(payload, op, group, call).finish()
     }
 
     /// Identity of a tracked tensor's node in the graph of autodiff, within the process; `None` on backends without autodiff, and

@@ -187,6 +187,12 @@ impl ExchangePlan {
         self.output_len
     }
 
+    /// Rows that come to `rank`, whose view this is, from other ranks.
+    pub(crate) fn num_received(&self, rank: usize) -> usize {
+        let others = self.pieces.iter().filter(|piece| piece.source != rank);
+        others.map(|piece| piece.range.len()).sum()
+    }
+
     /// What this rank takes, in the order of its result; no piece is empty.
     pub fn pieces(&self) -> &[Piece] {
         &self.pieces

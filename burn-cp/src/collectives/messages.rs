@@ -7,25 +7,29 @@ use std::sync::Arc;
 
 use burn::tensor::{Shape, TensorData, backend::Backend};
 
-use super::{Call, Collective, Payload, host_read::read_to_host, wire::Wire};
+use super::{
+    Call, Collective, Payload, Pending,
+    host_read::read_to_host,
+    wire::{Later, Wire},
+};
 use crate::comm::{CommError, ProcessGroup};
 
 /// Sums of at most so many bytes are not cut up: each rank gets all parts at once.
 const SMALL: usize = 8 << 10;
 
-/// Runs a collective among processes, by messages from host memory to host memory.
+/// Starts a collective among processes, by messages from host memory to host memory.
 ///
-/// Every rank of `group` must call it. What the ranks call is compared on the control plane before anything is sent. A failure
-/// ends the rank with a typed panic.
-pub fn run_by_messages<B: Backend>(
+/// Every rank of `group` must call it. What the ranks call is compared on the control plane before anything is sent, for which they
+/// wait for each other; the messages then travel by themselves. A failure ends the rank with a typed panic.
+pub fn start_by_messages<B: Backend>(
     payload: Payload<B>,
     op: &Collective,
     group: &ProcessGroup,
     call: Call,
-) -> Payload<B> {
+) -> Pending<B> {
     let signature = op.signature(&payload, &call);
     let what = format!("{}[{}]", signature.kind, signature.label);
-    let run = || {
+    let start = || {
         group.rendezvous(call.number, signature)?;
         let mut wire = HostWire {
             group,
@@ -34,7 +38,8 @@ pub fn run_by_messages<B: Backend>(
         };
         carry_out(payload, op, (group.rank(), group.size()), &mut wire)
     };
-    run().unwrap_or_else(|error: CommError| error.raise())
+    let later = start().unwrap_or_else(|error: CommError| error.raise());
+    Pending::new(move || later().unwrap_or_else(|error| error.raise()))
 }
 
 /// Bytes in host memory.
@@ -50,7 +55,7 @@ impl<B: Backend> Wire<B> for HostWire<'_> {
         sends: Vec<(Vec<usize>, Payload<B>)>,
         receives: Vec<(usize, Shape)>,
         like: &Payload<B>,
-    ) -> Result<Vec<Payload<B>>, CommError> {
+    ) -> Result<Later<Vec<Payload<B>>>, CommError> {
         let mut messages = Vec::new();
         for (destinations, rows) in sends {
             // What goes to several ranks is read once.
@@ -61,11 +66,14 @@ impl<B: Backend> Wire<B> for HostWire<'_> {
         let lens: Vec<(usize, usize)> = (receives.iter())
             .map(|(source, shape)| (*source, shape.num_elements() * size))
             .collect();
-        let received = self.group.transfer(self.number, self.op, messages, &lens)?;
-        let pairs = receives.into_iter().zip(received);
-        Ok(pairs
-            .map(|((_, shape), bytes)| from_bytes(like, shape, bytes))
-            .collect())
+        let transfer = self.group.transfer(self.number, self.op, messages, &lens)?;
+        let like = like.clone();
+        Ok(Box::new(move || {
+            let pairs = receives.into_iter().zip(transfer.finish()?);
+            Ok(pairs
+                .map(|((_, shape), bytes)| from_bytes(&like, shape, bytes))
+                .collect())
+        }))
     }
 }
 
@@ -74,12 +82,12 @@ fn carry_out<B: Backend>(
     op: &Collective,
     (rank, size): (usize, usize),
     wire: &mut dyn Wire<B>,
-) -> Result<Payload<B>, CommError> {
+) -> Result<Later<Payload<B>>, CommError> {
     let shape = payload.shape();
     let len = shape.num_elements();
     if *op != Collective::AllReduce || size == 2 || len * payload.dtype().size() <= SMALL {
         let work = op.decompose(&shape, rank, size);
-        return work.run(payload, rank, wire);
+        return work.start(payload, rank, wire);
     }
     // Every rank adds up a part of the elements: each travels twice instead of once per rank. The sums are the same.
     let sizes: Arc<[usize]> = (0..size)
@@ -92,10 +100,11 @@ fn carry_out<B: Backend>(
     let flat = payload.reshape(&[len]);
     let part = scatter
         .decompose(&[len], rank, size)
-        .run(flat, rank, wire)?;
+        .start(flat, rank, wire)?()?;
     let gather = Collective::AllGather { dim: 0, sizes };
     let work = gather.decompose(&part.shape(), rank, size);
-    Ok(work.run(part, rank, wire)?.reshape(&shape))
+    let all = work.start(part, rank, wire)?;
+    Ok(Box::new(move || Ok(all()?.reshape(&shape))))
 }
 
 /// The elements of a tensor in row-major order.

@@ -34,6 +34,7 @@ mod host_read;
 mod linear;
 mod messages;
 mod payload;
+mod pending;
 mod threads;
 #[cfg(feature = "cubecl")]
 mod through_host;
@@ -46,15 +47,16 @@ pub use exchange::{ExchangeError, ExchangePlan, Piece, SentRange};
 pub use host_read::num_host_reads;
 pub(crate) use host_read::read_to_host;
 pub use linear::{Call, Collective};
-pub use messages::run_by_messages;
+pub use messages::start_by_messages;
 pub use payload::{CollectiveElement, Payload};
-pub use threads::run_on_threads;
+pub use pending::Pending;
+pub use threads::start_on_threads;
 #[cfg(feature = "cubecl")]
-pub use through_host::run_through_host;
+pub use through_host::start_through_host;
 #[cfg(feature = "cuda")]
 pub(crate) use {
     decomposition::{Combine, Decomposition},
-    wire::Wire,
+    wire::{Later, Wire},
 };
 
 use crate::comm::ProcessGroup;

@@ -2,23 +2,28 @@
 
 use burn::tensor::backend::Backend;
 
-use super::{Call, Collective, Payload};
+use super::{Call, Collective, Payload, Pending};
 use crate::comm::ProcessGroup;
 
-/// Runs a collective among the threads of one process. No bytes are copied to travel: peers read each other's tensors.
+/// Starts a collective among the threads of one process: leaves a reference to the tensor. No bytes are copied to travel: peers read
+/// each other's tensors when they finish.
 ///
 /// Every rank of `group` must call it. A failure ends the rank with a typed panic.
-pub fn run_on_threads<B: Backend>(
+pub fn start_on_threads<B: Backend>(
     payload: Payload<B>,
     op: &Collective,
     group: &ProcessGroup,
     call: Call,
-) -> Payload<B> {
+) -> Pending<B> {
     let signature = op.signature(&payload, &call);
-    let parts = group
-        .meet(call.number, signature, payload.clone())
+    let posted = group
+        .post(call.number, signature, payload.clone())
         .unwrap_or_else(|error| error.raise());
     let work = op.decompose(&payload.shape(), group.rank(), group.size());
-    let taken = (work.takes.iter()).map(|piece| parts[piece.source].rows(work.dim, &piece.range));
-    work.combine.apply(taken, work.dim, &payload)
+    Pending::new(move || {
+        let parts = posted.wait().unwrap_or_else(|error| error.raise());
+        let taken =
+            (work.takes.iter()).map(|piece| parts[piece.source].rows(work.dim, &piece.range));
+        work.combine.apply(taken, work.dim, &payload)
+    })
 }

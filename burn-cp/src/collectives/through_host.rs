@@ -9,24 +9,25 @@ use burn::{
 };
 
 use super::{
-    Call, Collective, CollectiveBackend, Payload, host_read::read_to_host, run_on_threads,
+    Call, Collective, CollectiveBackend, Payload, Pending, host_read::read_to_host,
+    start_on_threads,
 };
 use crate::comm::ProcessGroup;
 
-/// Runs a collective on the host, as a CPU backend does; each rank waits for its device first. A group of one moves nothing.
+/// Starts a collective on the host, as a CPU backend does; each rank waits for its device first. A group of one moves nothing.
 ///
 /// Every rank of `group` must call it. A failure ends the rank with a typed panic.
 ///
 /// # Panics
 /// The device fails.
-pub fn run_through_host<B: Backend>(
+pub fn start_through_host<B: Backend>(
     payload: Payload<B>,
     op: &Collective,
     group: &ProcessGroup,
     call: Call,
-) -> Payload<B> {
+) -> Pending<B> {
     if group.size() == 1 {
-        return run_on_threads(payload, op, group, call);
+        return start_on_threads(payload, op, group, call);
     }
     let dtype = payload.dtype();
     let device = match &payload {
@@ -34,13 +35,13 @@ pub fn run_through_host<B: Backend>(
         Payload::Int(tensor) => B::int_device(tensor),
         Payload::Bool(tensor) => B::bool_device(tensor),
     };
-    let result = Flex::collective(
+    let on_host = Flex::collective_start(
         to_backend(payload, host_dtype(dtype), &Default::default()),
         op,
         group,
         call,
     );
-    to_backend::<Flex, B>(result, dtype, &device)
+    Pending::new(move || to_backend::<Flex, B>(on_host.finish(), dtype, &device))
 }
 
 /// How the host keeps a dtype: backends differ in how they store booleans.

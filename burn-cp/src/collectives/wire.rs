@@ -9,25 +9,28 @@ use crate::comm::CommError;
 
 /// Moves rows between ranks that hold no references to each other's tensors.
 pub(crate) trait Wire<B: Backend> {
-    /// Sends rows to some ranks each, and receives tensors of these shapes like `like` from others, which come back in order. Every
-    /// message is expected, and none is empty.
+    /// Starts to send rows to some ranks each, and to receive tensors of these shapes like `like` from others, which come back in
+    /// order. Every message is expected, and none is empty.
     fn swap(
         &mut self,
         sends: Vec<(Vec<usize>, Payload<B>)>,
         receives: Vec<(usize, Shape)>,
         like: &Payload<B>,
-    ) -> Result<Vec<Payload<B>>, CommError>;
+    ) -> Result<Later<Vec<Payload<B>>>, CommError>;
 }
 
+/// What is there once it has been waited for.
+pub(crate) type Later<T> = Box<dyn FnOnce() -> Result<T, CommError>>;
+
 impl Decomposition {
-    /// Sends what `rank` gives, receives what it takes, and combines it. One message goes from rank to rank, and none where there
-    /// is nothing to say.
-    pub(crate) fn run<B: Backend>(
-        &self,
+    /// Starts to send what `rank` gives and to receive what it takes, which is combined in the end. One message goes from rank to
+    /// rank, and none where there is nothing to say.
+    pub(crate) fn start<B: Backend>(
+        self,
         payload: Payload<B>,
         rank: usize,
         wire: &mut dyn Wire<B>,
-    ) -> Result<Payload<B>, CommError> {
+    ) -> Result<Later<Payload<B>>, CommError> {
         let shape = payload.shape();
         let others = shape.iter().enumerate().filter(|(dim, _)| *dim != self.dim);
         let anything = others.map(|(_, size)| *size).product::<usize>() > 0;
@@ -63,12 +66,24 @@ impl Decomposition {
             shape[self.dim] = *num_rows;
             (*source, shape)
         });
-        let received = wire.swap(sends.collect(), receives.collect(), &payload)?;
+        let arrivals = wire.swap(sends.collect(), receives.collect(), &payload)?;
+        let sources: Vec<usize> = takes.into_keys().collect();
+        Ok(Box::new(move || {
+            let received = sources.into_iter().zip(arrivals()?);
+            Ok(self.combined(&payload, rank, received))
+        }))
+    }
+
+    /// The result, from the rows of each source.
+    fn combined<B: Backend>(
+        &self,
+        payload: &Payload<B>,
+        rank: usize,
+        received: impl Iterator<Item = (usize, Payload<B>)>,
+    ) -> Payload<B> {
         // The rows of each source, and how many of them have been taken so far.
-        let sources = takes
-            .into_keys()
-            .zip(received.into_iter().map(|rows| (rows, 0)));
-        let mut sources: BTreeMap<usize, (Payload<B>, usize)> = sources.collect();
+        let mut sources: BTreeMap<usize, (Payload<B>, usize)> =
+            received.map(|(source, rows)| (source, (rows, 0))).collect();
         let taken = self.takes.iter().map(|piece| {
             if piece.source == rank {
                 return payload.rows(self.dim, &piece.range);
@@ -83,6 +98,6 @@ impl Decomposition {
                 None => payload.zeros_like(self.dim, piece.range.len()),
             }
         });
-        Ok(self.combine.apply(taken, self.dim, &payload))
+        self.combine.apply(taken, self.dim, payload)
     }
 }

@@ -14,7 +14,9 @@ use serde::{Serialize, de::DeserializeOwned};
 use super::{
     CollectiveKind, ProgramOrder,
     error::{CommError, FailureCause},
-    hub::{Attendance, MeetingKey, odd_one_out},
+    hub::{Attendance, Hub, MeetingKey, odd_one_out},
+    mpi::Transfer,
+    posted::Posted,
     signature::Signature,
     world::{Processes, World},
 };
@@ -44,6 +46,38 @@ pub(super) struct Shared {
         reason = "for transports between devices, which not every build has"
     )]
     pub(super) device_transport: Slot,
+}
+
+impl Shared {
+    pub(super) fn attendance(&self) -> Attendance<'_> {
+        Attendance {
+            ranks: &self.ranks,
+            index: self.rank,
+        }
+    }
+
+    pub(super) fn mismatch(
+        &self,
+        key: &MeetingKey,
+        rank: usize,
+        expected: String,
+        got: String,
+    ) -> CommError {
+        CommError::Mismatch {
+            group: self.key.to_string(),
+            number: key.number,
+            rank,
+            expected,
+            got,
+        }
+    }
+
+    pub(super) fn hub(&self) -> Option<&Hub> {
+        match self.world.as_deref() {
+            Some(World::Threads(hub)) => Some(hub),
+            _ => None,
+        }
+    }
 }
 
 /// Something that only a backend knows.
@@ -157,33 +191,33 @@ impl ProcessGroup {
     }
 
     fn attendance(&self) -> Attendance<'_> {
-        Attendance {
-            ranks: &self.shared.ranks,
-            index: self.shared.rank,
-        }
+        self.shared.attendance()
     }
 
-    /// Exchanges a reference with every rank of the group; values come back in group order. For ranks that share memory.
+    /// Leaves a reference for every rank of the group, and takes theirs later. For ranks that share memory.
     ///
     /// Every rank must call it, with an equal signature and the same `T`.
-    pub(crate) fn meet<T: Send + Sync + 'static>(
+    pub(crate) fn post<T: Send + Sync + 'static>(
         &self,
         number: u64,
         signature: Signature,
         value: T,
-    ) -> Result<Vec<Arc<T>>, CommError> {
-        self.meet_in_memory(&self.key(false, number), signature, value)
+    ) -> Result<Posted<T>, CommError> {
+        self.post_in_memory(self.key(false, number), signature, value)
     }
 
-    fn meet_in_memory<T: Send + Sync + 'static>(
+    fn post_in_memory<T: Send + Sync + 'static>(
         &self,
-        key: &MeetingKey,
+        key: MeetingKey,
         signature: Signature,
         value: T,
-    ) -> Result<Vec<Arc<T>>, CommError> {
-        let hub = match self.shared.world.as_deref() {
-            None => return Ok(vec![Arc::new(value)]),
-            Some(World::Threads(hub)) => hub,
+    ) -> Result<Posted<T>, CommError> {
+        let own = match self.shared.world.as_deref() {
+            None => Some(Arc::new(value)),
+            Some(World::Threads(hub)) => {
+                hub.post(&key, &self.attendance(), signature.clone(), Arc::new(value))?;
+                None
+            }
             Some(World::Processes(_)) => {
                 return Err(CommError::Transport {
                     group: self.shared.key.to_string(),
@@ -192,28 +226,16 @@ impl ProcessGroup {
                 });
             }
         };
-        let wanted = std::any::type_name::<T>();
-        let parcels = hub.meet(key, &self.attendance(), signature.clone(), Arc::new(value))?;
-        parcels
-            .into_iter()
-            .zip(&self.shared.ranks)
-            .map(|(parcel, &rank)| {
-                parcel.downcast::<T>().map_err(|_| {
-                    let got = format!("{signature} of another backend");
-                    self.mismatch(key, rank, format!("{signature} of {wanted}"), got)
-                })
-            })
-            .collect()
+        Ok(Posted::new(self.shared.clone(), key, signature, own))
     }
 
-    fn mismatch(&self, key: &MeetingKey, rank: usize, expected: String, got: String) -> CommError {
-        CommError::Mismatch {
-            group: self.shared.key.to_string(),
-            number: key.number,
-            rank,
-            expected,
-            got,
-        }
+    fn meet_in_memory<T: Send + Sync + 'static>(
+        &self,
+        key: &MeetingKey,
+        signature: Signature,
+        value: T,
+    ) -> Result<Vec<Arc<T>>, CommError> {
+        self.post_in_memory(key.clone(), signature, value)?.wait()
     }
 
     /// Exchanges a host message with every rank of the group; messages come back in group order.
@@ -248,7 +270,7 @@ impl ProcessGroup {
             postcard::from_bytes(parcel).map_err(|error| {
                 let wanted = format!("{signature} of {}", std::any::type_name::<T>());
                 let got = format!("{signature} of something else ({error})");
-                let error = self.mismatch(key, rank, wanted, got);
+                let error = self.shared.mismatch(key, rank, wanted, got);
                 self.fail(rank, &signature.label, FailureCause::Comm(error.clone()));
                 error
             })
@@ -268,37 +290,35 @@ impl ProcessGroup {
         }
     }
 
-    /// Sends bytes to ranks of the group and receives as many as expected from others, as `(rank of the group, ..)`. What is
-    /// received comes back in the order of `receives`. For ranks that are processes, which have compared what they do before.
+    /// Starts to send bytes to ranks of the group and to receive as many as expected from others, as `(rank of the group, ..)`. For
+    /// ranks that are processes, which have compared what they do before.
     pub(crate) fn transfer(
         &self,
         number: u64,
         op: &str,
         sends: Vec<(usize, Arc<Vec<u8>>)>,
         receives: &[(usize, usize)],
-    ) -> Result<Vec<Vec<u8>>, CommError> {
+    ) -> Result<Transfer, CommError> {
         let world = match &self.shared.world {
             Some(world) if !(sends.is_empty() && receives.is_empty()) => world,
-            _ => return Ok(Vec::new()),
-        };
-        let wire = match &**world {
-            World::Processes(Processes {
-                wire: Some(wire), ..
-            }) => wire,
-            _ => {
-                return Err(CommError::Transport {
-                    group: self.shared.key.to_string(),
-                    what: op.to_owned(),
-                    reason: "its world was launched for host messages only".to_owned(),
-                });
-            }
+            _ => return Ok(Transfer::nothing()),
         };
         let ranks = &self.shared.ranks;
         let sends = sends.into_iter().map(|(to, bytes)| (ranks[to], bytes));
         let receives = receives.iter().map(|&(from, len)| (ranks[from], len));
         let op = format!("{op} #{number} of group {}", self.shared.key);
         let me = (ranks[self.shared.rank], number);
-        wire.transfer(world, me, &op, sends.collect(), receives.collect())
+        let World::Processes(Processes {
+            wire: Some(wire), ..
+        }) = &**world
+        else {
+            return Err(CommError::Transport {
+                group: self.shared.key.to_string(),
+                what: op,
+                reason: "its world was launched for host messages only".to_owned(),
+            });
+        };
+        wire.transfer(world, me, op, sends.collect(), receives.collect())
     }
 
     /// Gathers a small host message from every rank, in group order. No device takes part; between processes the message

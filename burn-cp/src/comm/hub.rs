@@ -6,7 +6,7 @@ use std::{
     collections::HashMap,
     fmt,
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use serde::{Deserialize, Serialize};
@@ -35,14 +35,15 @@ impl MeetingKey {
     }
 }
 
-struct Meeting {
-    ranks: Vec<usize>,
-    parcels: Vec<Option<(Signature, Parcel)>>,
-    num_taken: usize,
+pub(super) struct Meeting {
+    pub(super) ranks: Vec<usize>,
+    pub(super) parcels: Vec<Option<(Signature, Parcel)>>,
+    /// Ranks that have taken the parcels, or will not.
+    pub(super) num_taken: usize,
 }
 
 impl Meeting {
-    fn missing(&self) -> Vec<usize> {
+    pub(super) fn missing(&self) -> Vec<usize> {
         self.ranks
             .iter()
             .zip(&self.parcels)
@@ -54,17 +55,17 @@ impl Meeting {
 
 /// Where a rank waits, and for what.
 #[derive(Debug, Clone)]
-struct Waiting {
-    key: MeetingKey,
-    op: String,
+pub(super) struct Waiting {
+    pub(super) key: MeetingKey,
+    pub(super) op: String,
 }
 
 #[derive(Default)]
 pub(super) struct State {
     pub(super) failure: Option<RankFailure>,
-    meetings: HashMap<MeetingKey, Meeting>,
+    pub(super) meetings: HashMap<MeetingKey, Meeting>,
     pub(super) last_op: Vec<Option<String>>,
-    waiting: Vec<Option<Waiting>>,
+    pub(super) waiting: Vec<Option<Waiting>>,
     pub(super) ended: Vec<bool>,
     pub(super) records: Records,
 }
@@ -81,7 +82,7 @@ impl State {
 
     /// Whom a wait in `op` for `missing` comes down to, and the operation that waits for that rank: missing ranks may
     /// themselves wait for others.
-    fn culprit(&self, op: &str, missing: &[usize]) -> (usize, String) {
+    pub(super) fn culprit(&self, op: &str, missing: &[usize]) -> (usize, String) {
         let (mut missing, mut op) = (missing.to_vec(), op.to_owned());
         let mut seen = Vec::new();
         // Follows the waiting ranks first: the innermost wait is the one that holds up the others.
@@ -103,7 +104,11 @@ impl State {
     }
 
     /// The error of a group whose ranks all wait for each other, in different operations.
-    fn crossed(&self, group: &Arc<str>, ranks: &[usize]) -> Option<(usize, String, CommError)> {
+    pub(super) fn crossed(
+        &self,
+        group: &Arc<str>,
+        ranks: &[usize],
+    ) -> Option<(usize, String, CommError)> {
         let waiting: Vec<&Waiting> = ranks.iter().map_while(|&rank| self.blocked(rank)).collect();
         if waiting.len() < ranks.len() || waiting.iter().any(|waiting| waiting.key.group != *group)
         {
@@ -125,9 +130,9 @@ impl State {
 /// The shared table of one world.
 pub(crate) struct Hub {
     world_size: usize,
-    deadline: Duration,
+    pub(super) deadline: Duration,
     state: Mutex<State>,
-    changed: Condvar,
+    pub(super) changed: Condvar,
     /// Rings when the world has failed or a rank has ended, but not at every meeting.
     settled: Condvar,
 }
@@ -236,158 +241,6 @@ impl Hub {
             .unwrap_or_else(PoisonError::into_inner)
             .0;
         done(&state.ended)
-    }
-
-    /// Leaves a parcel and waits for those of the other ranks; returned in the order of `attendance.ranks`.
-    pub(crate) fn meet(
-        &self,
-        key: &MeetingKey,
-        attendance: &Attendance<'_>,
-        signature: Signature,
-        parcel: Parcel,
-    ) -> Result<Vec<Parcel>, CommError> {
-        let op = key.describe(&signature);
-        let rank = attendance.ranks[attendance.index];
-        let start = Instant::now();
-        let mut state = self.lock();
-        if let Some(failure) = &state.failure {
-            return Err(failure.as_peer_failure());
-        }
-        state.last_op[rank] = Some(op.clone());
-        let ranks = attendance.ranks;
-        let meeting = state
-            .meetings
-            .entry(key.clone())
-            .or_insert_with(|| Meeting {
-                ranks: ranks.to_vec(),
-                parcels: ranks.iter().map(|_| None).collect(),
-                num_taken: 0,
-            });
-        assert!(
-            meeting.parcels[attendance.index].is_none(),
-            "rank {rank} arrives twice at {op}: its group is used by two threads at once"
-        );
-        meeting.parcels[attendance.index] = Some((signature, parcel));
-        if meeting.missing().is_empty() {
-            self.changed.notify_all();
-        } else {
-            state.waiting[rank] = Some(Waiting {
-                key: key.clone(),
-                op: op.clone(),
-            });
-        }
-        // A meeting that is complete counts, whatever has happened since: so all its ranks see the same outcome.
-        while let Some(missing) = state
-            .meetings
-            .get(key)
-            .map(Meeting::missing)
-            .filter(|missing| !missing.is_empty())
-        {
-            if let Some(failure) = &state.failure {
-                return Err(failure.as_peer_failure());
-            }
-            let waited = start.elapsed();
-            if let Some((culprit, its_op, error)) = self.give_up(&state, key, &missing, &op, waited)
-            {
-                let cause = FailureCause::Comm(error.clone());
-                self.note(&mut state, culprit, Some(its_op), cause);
-                return Err(error);
-            }
-            state = self
-                .changed
-                .wait_timeout(state, self.deadline.saturating_sub(waited))
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
-        }
-        state.waiting[rank] = None;
-        self.collect(state, key, attendance, op)
-    }
-
-    /// [`Self::meet`] for ranks that are processes: parcels are bytes.
-    pub(crate) fn meet_bytes(
-        &self,
-        key: &MeetingKey,
-        attendance: &Attendance<'_>,
-        signature: Signature,
-        bytes: Vec<u8>,
-    ) -> Result<Vec<Arc<Vec<u8>>>, CommError> {
-        let parcels = self.meet(key, attendance, signature, Arc::new(bytes))?;
-        let bytes = |parcel: Parcel| {
-            parcel
-                .downcast()
-                .expect("ranks that are processes leave bytes")
-        };
-        Ok(parcels.into_iter().map(bytes).collect())
-    }
-
-    /// Whether waiting on is useless: whose fault it is, in which operation, and the error.
-    fn give_up(
-        &self,
-        state: &State,
-        key: &MeetingKey,
-        missing: &[usize],
-        op: &str,
-        waited: Duration,
-    ) -> Option<(usize, String, CommError)> {
-        if let Some(&gone) = missing.iter().find(|&&rank| state.ended[rank]) {
-            return Some((
-                gone,
-                op.to_owned(),
-                CommError::PeerLeft {
-                    op: op.to_owned(),
-                    rank: gone,
-                },
-            ));
-        }
-        let ranks = &state.meetings.get(key)?.ranks;
-        if let Some(crossed) = state.crossed(&key.group, ranks) {
-            return Some(crossed);
-        }
-        if waited < self.deadline {
-            return None;
-        }
-        let (culprit, its_op) = state.culprit(op, missing);
-        let last_seen = state.last_op[culprit].clone();
-        let error = CommError::Timeout {
-            op: op.to_owned(),
-            missing: missing.to_vec(),
-            waited,
-            last_seen,
-        };
-        Some((culprit, its_op, error))
-    }
-
-    fn collect(
-        &self,
-        mut state: MutexGuard<'_, State>,
-        key: &MeetingKey,
-        attendance: &Attendance<'_>,
-        op: String,
-    ) -> Result<Vec<Parcel>, CommError> {
-        let Some(meeting) = state.meetings.get_mut(key) else {
-            // Only a rank that meets twice under one number could get here.
-            unreachable!("the meeting {op} was closed before all its ranks had taken part");
-        };
-        let present: Vec<_> = meeting.parcels.iter().flatten().cloned().collect();
-        meeting.num_taken += 1;
-        if meeting.num_taken == attendance.ranks.len() {
-            state.meetings.remove(key);
-        }
-        let (signatures, parcels): (Vec<_>, Vec<_>) = present.into_iter().unzip();
-        if let Some((odd, expected)) = odd_one_out(&signatures) {
-            let error = CommError::Mismatch {
-                group: key.group.to_string(),
-                number: key.number,
-                rank: attendance.ranks[odd],
-                expected: signatures[expected].to_string(),
-                got: signatures[odd].to_string(),
-            };
-            let its_op = key.describe(&signatures[odd]);
-            let cause = FailureCause::Comm(error.clone());
-            self.note(&mut state, attendance.ranks[odd], Some(its_op), cause);
-            return Err(error);
-        }
-        Ok(parcels)
     }
 }
 

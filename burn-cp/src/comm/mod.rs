@@ -24,6 +24,7 @@ mod bind;
 mod error;
 mod group;
 mod hub;
+mod meeting;
 mod mpi;
 #[cfg(feature = "cuda")]
 mod nccl;
@@ -33,6 +34,7 @@ mod nccl;
 )]
 mod observer;
 mod order;
+mod posted;
 mod records;
 mod signature;
 mod tcp;
@@ -53,7 +55,7 @@ pub(crate) use error::panic_message;
 pub(crate) use hub::{Hub, odd_one_out};
 pub(crate) use mpi::{MPI_AVAILABLE, MpiWire};
 #[cfg(feature = "cuda")]
-pub(crate) use nccl::{Communicator, Element, NcclError, Queue, UniqueId};
+pub(crate) use nccl::{Communicator, Element, NcclError, Queue, Ticket, UniqueId};
 #[cfg(feature = "cuda")]
 pub(crate) use observer::Observer;
 pub(crate) use order::WeakProgramOrder;

@@ -63,11 +63,12 @@ fn another_shape_is_a_mismatch_on_every_rank_and_names_the_odd_one() {
         let (results, failure) = world(3, LONG, |context, group| {
             let size = if context.rank() == odd { 5 } else { 4 };
             group
-                .meet(
+                .post(
                     group.next_number(),
                     tensor(CollectiveKind::AllReduce, size),
                     (),
-                )
+                )?
+                .wait()
                 .map(|_| ())
         });
         for result in results {
@@ -104,11 +105,12 @@ fn a_host_message_against_a_tensor_operation_is_a_mismatch_at_once() {
             group.barrier()
         } else {
             group
-                .meet(
+                .post(
                     group.next_number(),
                     tensor(CollectiveKind::AllReduce, 4),
                     (),
-                )
+                )?
+                .wait()
                 .map(|_| ())
         }
     });

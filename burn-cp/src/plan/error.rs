@@ -45,6 +45,11 @@ pub enum PlanError {
         /// Number of heads.
         got: usize,
     },
+    /// Attention dropout with traded heads.
+    #[error(
+        "head-all-to-all and dropout of attention cannot be combined; the other exchanges serve dropout"
+    )]
+    HeadDropout,
     /// A mask of two things that are not defined together.
     #[error("plan: {first} and {second} cannot be combined in one mask")]
     Pair {

@@ -27,8 +27,8 @@ pub enum PrimaryStream {
 ///
 /// Read from any self-describing format (TOML, JSON, ..): a field that is left out has its default, an unknown one is refused,
 /// and an error names the field by its path. `layout`, `exchange` and `primary` are written as below and also read by other
-/// names in use; case, spaces around a name, and `-` or `_` make no difference. Null, `""`, `"auto"` and `"default"` mean the
-/// default.
+/// names in use; case, spaces around a name, and `-` or `_` make no difference. Null, `""` and `"default"` mean the
+/// default, as `"auto"` does but for `exchange`, where it leaves the choice to the cost model.
 ///
 /// | field | written | also read |
 /// | --- | --- | --- |
@@ -40,6 +40,10 @@ pub enum PrimaryStream {
 /// | | `{ "custom": [[{ "start": 0, "end": 8 }], ..] }` | |
 /// | `exchange` | `"needed-only"` (default) | `needed`, `halo`, `neighbor`, `neighbour`, `a2a`, `a2av`, `alltoall`, `all_to_all`, `needed_a2a` |
 /// | | `"all-gather"` | `allgather` |
+/// | | `"left-halo"` | |
+/// | | `"ring"` | `ring_attention`, `p2p` |
+/// | | `"head-all-to-all"` | `head_a2a`, `ulysses` |
+/// | | `"auto"` | |
 /// | `primary` | `"sharded"` (default), `"whole"` | |
 ///
 /// The names of an exchange by neighbours or all-to-all mean `needed-only`, which moves just those tokens; `a2a` is not the
@@ -50,8 +54,8 @@ pub enum PrimaryStream {
 ///
 /// let read = |text| serde_json::from_str::<ContextParallelConfig>(text);
 /// assert_eq!(read(r#"{ "layout": "Round-Robin" }"#).unwrap().layout, LayoutPolicy::HeadTail);
-/// let error = read(r#"{ "exchange": "ring" }"#).unwrap_err().to_string();
-/// assert!(error.starts_with("exchange: expected one of needed-only, all-gather; ring is not built yet"), "{error}");
+/// let error = read(r#"{ "exchange": "gossip" }"#).unwrap_err().to_string();
+/// assert!(error.starts_with("exchange: expected one of needed-only, all-gather, left-halo, ring"), "{error}");
 /// ```
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 // The derived functions become private ones of the type, which the traits below call.
@@ -67,6 +71,9 @@ pub struct ContextParallelConfig {
     /// How keys and values get to the ranks that need them.
     #[serde(deserialize_with = "names::exchange")]
     pub exchange: ExchangeStrategy,
+    /// Whether `all-gather`, `needed-only` and `left-halo` compute with a rank's own keys while those of others travel. Off, which is
+    /// the default, the forward pass gives the bits of one device; on, it is as accurate, and a rank waits less.
+    pub overlap: bool,
     /// When the vision tower is split over the ranks.
     #[serde(deserialize_with = "VisionShardingConfig::deserialize")]
     pub vision: VisionShardingConfig,
@@ -86,6 +93,7 @@ impl Default for ContextParallelConfig {
             loss_axes: vec!["dp".to_owned(), "cp".to_owned()],
             layout: names::DEFAULT_LAYOUT,
             exchange: names::DEFAULT_EXCHANGE,
+            overlap: false,
             vision: VisionShardingConfig::default(),
             primary: PrimaryStream::default(),
             padding_token_id: 0,

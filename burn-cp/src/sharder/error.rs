@@ -16,7 +16,7 @@ pub enum StepError {
     /// Its tokens cannot be dealt out.
     #[error(transparent)]
     Layout(#[from] LayoutError),
-    /// Attention over it cannot be planned.
+    /// Attention over it cannot be planned, or not be exchanged as asked.
     #[error(transparent)]
     Plan(#[from] PlanError),
     /// A plan contradicts kernels or exchange.

@@ -26,17 +26,10 @@ struct Name<T> {
     also: &'static [&'static str],
 }
 
-/// Something known by these names, normalised, that this version does not have.
-struct Unbuilt {
-    written: &'static str,
-    also: &'static [&'static str],
-}
-
 /// All that a field can be called.
 struct Names<T: 'static> {
     default: T,
     names: &'static [Name<T>],
-    unbuilt: &'static [Unbuilt],
 }
 
 const EXCHANGES: Names<ExchangeStrategy> = Names {
@@ -62,15 +55,25 @@ const EXCHANGES: Names<ExchangeStrategy> = Names {
             written: "all-gather",
             also: &["allgather"],
         },
-    ],
-    unbuilt: &[
-        Unbuilt {
+        Name {
+            value: ExchangeStrategy::LeftHalo,
+            written: "left-halo",
+            also: &[],
+        },
+        Name {
+            value: ExchangeStrategy::Ring,
             written: "ring",
             also: &["ring_attention", "p2p"],
         },
-        Unbuilt {
+        Name {
+            value: ExchangeStrategy::HeadAllToAll,
             written: "head-all-to-all",
             also: &["head_a2a", "ulysses"],
+        },
+        Name {
+            value: ExchangeStrategy::Auto,
+            written: "auto",
+            also: &[],
         },
     ],
 };
@@ -89,7 +92,6 @@ const PRIMARIES: Names<PrimaryStream> = Names {
             also: &[],
         },
     ],
-    unbuilt: &[],
 };
 
 /// The layouts, before their own values are known.
@@ -137,7 +139,6 @@ const LAYOUTS: Names<LayoutName> = Names {
             also: &[],
         },
     ],
-    unbuilt: &[],
 };
 
 fn normalised(name: &str) -> String {
@@ -148,9 +149,6 @@ impl<T: Copy> Names<T> {
     fn find(&self, given: &str) -> Result<T, String> {
         let name = normalised(given);
         let is = |written, also: &[&str]| normalised(written) == name || also.contains(&&*name);
-        if DEFAULT_NAMES.contains(&&*name) {
-            return Ok(self.default);
-        }
         if let Some(found) = self
             .names
             .iter()
@@ -158,11 +156,11 @@ impl<T: Copy> Names<T> {
         {
             return Ok(found.value);
         }
-        let expected = format!("expected one of {}", self.written());
-        match self.unbuilt.iter().find(|one| is(one.written, one.also)) {
-            Some(one) => Err(format!("{expected}; {} is not built yet", one.written)),
-            None => Err(format!("{expected}; got {given:?}")),
+        if DEFAULT_NAMES.contains(&&*name) {
+            return Ok(self.default);
         }
+        let expected = format!("expected one of {}", self.written());
+        Err(format!("{expected}; got {given:?}"))
     }
 
     fn written(&self) -> String {

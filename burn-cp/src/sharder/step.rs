@@ -10,12 +10,15 @@ use burn::tensor::{Bool, Int, Tensor, TensorData, TensorPrimitive, backend::Back
 
 use super::{ContextParallelConfig, StepError, arrangement::Arrangement, media::LocalPlaceholders};
 use crate::{
-    attention::{AttentionCall, AttentionOptions, ContextParallelBackend, PreparedAttention},
+    attention::{
+        AttentionCall, AttentionInput, AttentionOptions, ContextParallelBackend, PreparedAttention,
+        resolve,
+    },
     batch::Media,
     collectives::{CollectiveElement, Payload},
     comm::ProcessGroup,
     layout::{Documents, TokenLayout},
-    plan::{AttentionPlan, MaskKind},
+    plan::{AttentionPlan, CostShape, ExchangeStrategy, MaskKind},
     vision::{FrameSharded, FrameShares, VisionDelivery, VisionFeatures, VisionTower},
 };
 
@@ -393,8 +396,9 @@ impl<B: ContextParallelBackend> CpStep<B> {
     /// exchange, also on a rank that is all padding.
     ///
     /// # Panics
-    /// Shapes that do not fit the step; a mask that cannot be planned for it ([`plan`](Self::plan) gives the error as a
-    /// value), on every rank before anything travels. A failure between ranks ends this one with a typed panic.
+    /// Shapes that do not fit the step, or that the strategy cannot serve (see [`Self::exchange`]); a mask that cannot be planned for
+    /// it ([`plan`](Self::plan) gives the error as a value), on every rank before anything travels. A failure between ranks ends this
+    /// one with a typed panic.
     pub fn attention(
         &self,
         q: Tensor<B, 4>,
@@ -402,9 +406,55 @@ impl<B: ContextParallelBackend> CpStep<B> {
         v: Tensor<B, 4>,
         options: &AttentionOptions,
     ) -> Tensor<B, 4> {
+        self.attend(AttentionInput::new(q, k, v), options)
+    }
+
+    /// [`Self::attention`] with attention sinks of all heads, `[num_heads]`, of any float dtype: `exp(sink)` of its head joins each
+    /// query's sum of exponentials, once.
+    ///
+    /// Differentiable in the sinks too. Each rank's gradient of them is its share, as of any parameter that all ranks hold, and
+    /// [`sync_gradients`](crate::optim::sync_gradients) sums the shares.
+    ///
+    /// # Panics
+    /// As [`Self::attention`].
+    pub fn attention_with_sinks(
+        &self,
+        q: Tensor<B, 4>,
+        k: Tensor<B, 4>,
+        v: Tensor<B, 4>,
+        sinks: Tensor<B, 1>,
+        options: &AttentionOptions,
+    ) -> Tensor<B, 4> {
+        let input = AttentionInput::new(q, k, v).with_sinks(Some(sinks));
+        self.attend(input, options)
+    }
+
+    fn attend(
+        &self,
+        input: AttentionInput<Tensor<B, 4>, Tensor<B, 1>>,
+        options: &AttentionOptions,
+    ) -> Tensor<B, 4> {
         let call = self.attention_call(options);
+        let AttentionInput { q, k, v, sinks, .. } = input;
         let [q, k, v] = [q, k, v].map(|tensor| tensor.into_primitive().tensor());
-        Tensor::from_primitive(TensorPrimitive::Float(B::context_attention(q, k, v, &call)))
+        let sinks = sinks.map(|sinks| sinks.into_primitive().tensor());
+        let input = AttentionInput::new(q, k, v).with_sinks(sinks);
+        Tensor::from_primitive(TensorPrimitive::Float(B::context_attention(input, &call)))
+    }
+
+    /// The exchange strategy that attention of these sizes takes: the configured one, or what
+    /// [`ExchangeStrategy::Auto`] stands for. Pure host; the same on every rank. A model may ask before it computes anything.
+    ///
+    /// # Errors
+    /// The strategy cannot serve this step's layout and documents, or these heads.
+    pub fn exchange(
+        &self,
+        shape: &CostShape,
+        options: &AttentionOptions,
+    ) -> Result<ExchangeStrategy, StepError> {
+        let plan = self.plan(options.mask)?;
+        let config = &self.inner.config;
+        Ok(resolve(&plan, config.exchange, config.overlap, shape)?)
     }
 
     /// What [`Self::attention`] runs, for callers below autodiff that want the log-sum-exponentials too
@@ -422,5 +472,6 @@ impl<B: ContextParallelBackend> CpStep<B> {
             self.inner.config.exchange,
             options,
         )
+        .with_overlap(self.inner.config.overlap)
     }
 }

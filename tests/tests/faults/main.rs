@@ -277,10 +277,65 @@ fn a_rank_of_one_of_two_groups_that_never_arrives_in_backward_is_named_at_the_de
     check("mesh-never-arrives-in-backward", &expected);
 }
 
+/// Prefixes of scenarios, one per exchange strategy and overlap besides the one that all others run with.
+const STRATEGIES: [&str; 6] = [
+    "gather",
+    "gather-overlap",
+    "needed-overlap",
+    "halo",
+    "ring",
+    "heads",
+];
+
+/// The same fault under every strategy, all at once: most of them wait most of the time.
+fn check_strategies(name: &str, expected: &Expected) {
+    thread::scope(|scope| {
+        for strategy in STRATEGIES {
+            scope.spawn(move || check(&format!("{strategy}-{name}"), expected));
+        }
+    });
+}
+
+macro_rules! faults_under_every_strategy {
+    ($($test:ident: $name:literal, op $op:expr, cause $cause:expr, $ends:ident $(, $panics:ident)?;)*) => {
+        $(
+            #[test]
+            fn $test() {
+                let panics = [$(stringify!($panics)),*].contains(&"panics");
+                let expected = Expected { rank: 1, op: &$op, cause: &$cause, ends: Ends::$ends, held_up: &[], panics };
+                check_strategies($name, &expected);
+            }
+        )*
+    };
+}
+
+faults_under_every_strategy! {
+    a_panic_in_forward_ends_every_rank_under_every_strategy:
+        "panic-in-forward", op ["its own code, after", "attention"], cause ["panicked: the fault"], AtOnce, panics;
+    a_panic_in_backward_ends_every_rank_under_every_strategy:
+        "panic-in-backward", op ["its own code, after", "adjoint"], cause ["panicked: the fault"], AtOnce, panics;
+    an_error_in_forward_ends_every_rank_under_every_strategy:
+        "error-in-forward", op ["its own code"], cause ["the data loader ran dry"], AtOnce;
+    an_error_before_backward_ends_every_rank_under_every_strategy:
+        "error-before-backward", op ["its own code"], cause ["the data loader ran dry"], AtOnce;
+    another_shape_in_forward_is_named_under_every_strategy:
+        "other-shape-in-forward", op ["[attention]"], cause ["rank 1 calls", "[attention]", "[*, "], AtOnce;
+    another_shape_in_backward_is_named_under_every_strategy:
+        "other-shape-in-backward", op ["all_reduce", "[5]"], cause ["[4]", "[5]"], AtOnce;
+    another_collective_in_backward_is_named_under_every_strategy:
+        "other-collective-in-backward", op ["all_reduce"], cause ["rank 1 calls all_reduce", "adjoint of"], AtOnce;
+    a_rank_that_never_arrives_is_named_under_every_strategy:
+        "never-arrives-in-forward", op ["[attention]"], cause ["ranks [1] had not arrived", "last seen in"], AtDeadline;
+    a_rank_that_never_arrives_in_backward_is_named_under_every_strategy:
+        "never-arrives-in-backward", op ["adjoint of"], cause ["ranks [1] had not arrived", "last seen in"], AtDeadline;
+}
+
 /// Without a fault the step runs through, so that the scenarios above fail for the reason they are named for.
 #[test]
 fn without_a_fault_every_rank_succeeds() {
-    for name in ["no-fault", "mesh-no-fault"] {
+    let strategies = STRATEGIES.map(|strategy| format!("{strategy}-no-fault"));
+    let names = ["no-fault", "mesh-no-fault"].map(str::to_owned);
+    for name in names.iter().chain(&strategies) {
         let Report { line, stderr } = run(name);
         assert!(
             line["rank"].is_null() && line["cause"] == "every rank succeeded",

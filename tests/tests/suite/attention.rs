@@ -1,4 +1,5 @@
-//! Attention over random documents, layouts, masks and head counts, against attention in `f64`.
+//! Attention over random documents, layouts, masks, head counts, sinks and exchange strategies, with overlap and without, against
+//! attention in `f64`.
 //!
 //! `BURN_CP_CASES` is the number of cases (1,000), `BURN_CP_SEED` the first seed (0): a failure names its seed, and
 //! `BURN_CP_SEED=<seed> BURN_CP_CASES=1` runs it alone.
@@ -13,17 +14,20 @@ use burn::{
     tensor::{DType, Tensor, TensorData, TensorPrimitive, backend::AutodiffBackend},
 };
 use burn_cp::{
-    attention::{AttentionOptions, ContextParallelBackend, InnerAttention, attend_with_lse},
+    attention::{
+        AttentionInput, AttentionOptions, ContextParallelBackend, InnerAttention, attend_with_lse,
+        resolve,
+    },
     batch::SequenceBatch,
     layout::{AlignedDocuments, Documents, LayoutPolicy},
-    plan::{ExchangeStrategy, MaskKind},
+    plan::{AttentionPlan, CostShape, ExchangeStrategy, MaskKind, PlanError},
     sharder::{ContextParallelConfig, Coordinates, CpStep},
 };
 use burn_cp_tests::{
-    Attention, Form, Problem, Random, TestBackend, attention_in_f64, attention_in_tensor_ops,
-    backward, floats, head_dim, on_groups, random_documents, random_layout, random_marks,
-    random_mask, random_placement, relative_error, sharder, span_tokens, to_bits, unmarked,
-    visible,
+    Attention, Form, Problem, Random, TestBackend, attention_in_tensor_ops,
+    attention_with_sinks_in_f64, backward, floats, head_dim, on_groups, random_documents,
+    random_exchange, random_layout, random_marks, random_mask, random_placement, relative_error,
+    sharder, span_tokens, to_bits, unmarked, visible,
 };
 
 #[derive(Debug, Clone)]
@@ -35,9 +39,11 @@ pub(crate) struct Case {
     pub(crate) placed: Option<AlignedDocuments>,
     pub(crate) layout: LayoutPolicy,
     pub(crate) exchange: ExchangeStrategy,
+    pub(crate) overlap: bool,
     pub(crate) world_size: usize,
     pub(crate) options: AttentionOptions,
     pub(crate) problem: Problem,
+    pub(crate) sinks: Option<Vec<f64>>,
 }
 
 impl Case {
@@ -59,22 +65,30 @@ impl Case {
         if by_document && !form.keeps_table() {
             form = Form::Table;
         }
-        let num_kv_heads = random.int(1..=2);
+        let (exchange, overlap) = random_exchange(random);
         let scale = random.once_in(4).then_some(0.5);
+        // Heads that can be dealt out, where they must be.
+        let (num_kv_heads, of_a_group) = match exchange {
+            ExchangeStrategy::HeadAllToAll => (world_size, random.int(1..=2)),
+            ExchangeStrategy::Auto => (world_size.min(4), random.int(1..=2)),
+            _ => (random.int(1..=2), random.one_of(&[1, 2, 4])),
+        };
         let problem = Problem {
             batch,
-            num_heads: num_kv_heads * random.one_of(&[1, 2, 4]),
+            num_heads: num_kv_heads * of_a_group,
             num_kv_heads,
             tokens: documents.seq_len(),
             head_dim: head_dim(random.one_of(&[1, 4, 6, 8])),
             v_head_dim: head_dim(random.one_of(&[1, 3, 4, 8])),
             scale,
         };
-        Self {
+        let sinks = random.once_in(3).then(|| random.floats(problem.num_heads));
+        let mut case = Self {
             form,
             placed,
             layout,
-            exchange: random.one_of(&[ExchangeStrategy::AllGather, ExchangeStrategy::NeededOnly]),
+            exchange,
+            overlap,
             options: AttentionOptions {
                 mask,
                 scale,
@@ -83,7 +97,31 @@ impl Case {
             documents,
             world_size,
             problem,
+            sinks,
+        };
+        if exchange == ExchangeStrategy::LeftHalo && case.strategy().is_err() {
+            case.exchange = ExchangeStrategy::NeededOnly;
         }
+        case
+    }
+
+    /// The strategy that the case takes, from its plan alone.
+    pub(crate) fn strategy(&self) -> Result<ExchangeStrategy, PlanError> {
+        let documents = match &self.placed {
+            Some(placed) => &placed.documents,
+            None => &self.documents,
+        };
+        let layout = self.layout.layout(documents, self.world_size).unwrap();
+        let documents = documents.padded_to(layout.seq_len()).unwrap();
+        let plan = AttentionPlan::new(documents.into(), layout.into(), self.options.mask).unwrap();
+        let shape = CostShape {
+            num_heads: self.problem.num_heads,
+            num_kv_heads: self.problem.num_kv_heads,
+            head_dim: self.problem.head_dim,
+            v_head_dim: self.problem.v_head_dim,
+            bytes_per_element: 4,
+        };
+        resolve(&plan, self.exchange, self.overlap, &shape)
     }
 
     pub(crate) fn inputs(&self, random: &mut Random) -> [Vec<f64>; 4] {
@@ -93,10 +131,11 @@ impl Case {
     }
 
     fn config(&self) -> ContextParallelConfig {
-        let (layout, exchange) = (self.layout.clone(), self.exchange);
+        let (layout, exchange, overlap) = (self.layout.clone(), self.exchange, self.overlap);
         ContextParallelConfig {
             layout,
             exchange,
+            overlap,
             ..ContextParallelConfig::default()
         }
     }
@@ -160,6 +199,7 @@ struct RankResult {
     out: Vec<f64>,
     lse: Vec<f64>,
     gradients: [Vec<f64>; 3],
+    dsinks: Vec<f64>,
     all_padding: bool,
     received: usize,
 }
@@ -184,14 +224,26 @@ where
         let leaves = [q, k, v].map(Tensor::require_grad);
         let step = cp.shard(case.batch::<B>(), &device).unwrap();
         let [q, k, v] = leaves.clone().map(|leaf| case.cut(&step, leaf, 7.0));
-        let out = step.attention(q.clone(), k.clone(), v.clone(), &case.options);
+        let sinks = case.sinks.as_ref().map(|values| {
+            let values = TensorData::new(values.clone(), [values.len()]);
+            Tensor::<B, 1>::from_data(values, (&device, dtype)).require_grad()
+        });
+        let qkv = (q.clone(), k.clone(), v.clone());
+        let out = match &sinks {
+            None => step.attention(qkv.0, qkv.1, qkv.2, &case.options),
+            Some(sinks) => {
+                step.attention_with_sinks(qkv.0, qkv.1, qkv.2, sinks.clone(), &case.options)
+            }
+        };
         let loss = (out.clone() * case.cut(&step, dout, 3.0)).sum();
         let grads = backward(&loss, &groups.world().unwrap());
 
         let inner = cp.shard(case.batch::<B::InnerBackend>(), &device).unwrap();
         let [q, k, v] = [q, k, v].map(|tensor| tensor.inner().into_primitive().tensor());
+        let inner_sinks = (sinks.clone()).map(|sinks| sinks.inner().into_primitive().tensor());
+        let input = AttentionInput::new(q, k, v).with_sinks(inner_sinks);
         let (again, lse) =
-            attend_with_lse::<B::InnerBackend>(q, k, v, &inner.attention_call(&case.options));
+            attend_with_lse::<B::InnerBackend>(input, &inner.attention_call(&case.options));
         let wrap = |primitive| TensorPrimitive::Float(primitive);
         let again = Tensor::<B::InnerBackend, 4>::from_primitive(wrap(again));
         assert_eq!(
@@ -206,6 +258,7 @@ where
             out: floats(&case.whole(&step, out.detach(), 0.0)),
             lse: floats(&case.whole(&inner, lse, f64::NEG_INFINITY)),
             gradients: leaves.map(|leaf| floats(&leaf.grad(&grads).unwrap())),
+            dsinks: sinks.map_or_else(Vec::new, |sinks| floats(&sinks.grad(&grads).unwrap())),
             all_padding: rank.tokens == 0,
             received: rank.kv_tokens_received,
         }
@@ -216,11 +269,11 @@ where
             "every rank gathers the same output"
         );
     }
-    let sum = |i: usize| {
-        let mut sum = results[0].gradients[i].clone();
+    let sum = |of: &dyn Fn(&RankResult) -> &Vec<f64>| {
+        let mut sum = of(&results[0]).clone();
         for result in &results[1..] {
             sum.iter_mut()
-                .zip(&result.gradients[i])
+                .zip(of(result))
                 .for_each(|(sum, part)| *sum += part);
         }
         sum
@@ -232,9 +285,10 @@ where
         Attention {
             out,
             lse,
-            dq: sum(0),
-            dk: sum(1),
-            dv: sum(2),
+            dq: sum(&|result| &result.gradients[0]),
+            dk: sum(&|result| &result.gradients[1]),
+            dv: sum(&|result| &result.gradients[2]),
+            dsinks: sum(&|result| &result.dsinks),
         },
         num_padding_ranks,
         received,
@@ -273,7 +327,7 @@ impl Measured {
 }
 
 /// Draws inputs, runs the case, and checks what must hold exactly.
-fn measure<B>(case: &Case, random: &mut Random, dtype: DType) -> ([Measured; 5], usize, usize)
+fn measure<B>(case: &Case, random: &mut Random, dtype: DType) -> ([Measured; 6], usize, usize)
 where
     B: AutodiffBackend + ContextParallelBackend,
     B::InnerBackend: InnerAttention + ContextParallelBackend,
@@ -282,8 +336,9 @@ where
     let (got, num_padding_ranks, received) = run::<B>(case, &inputs, dtype);
     let visible = visible(&case.documents, case.options.mask);
     let slices: [&[f64]; 4] = std::array::from_fn(|i| inputs[i].as_slice());
-    let want = attention_in_f64(&case.problem, slices, &visible);
-    let textbook = attention_in_tensor_ops::<B>(&case.problem, slices, &visible, dtype);
+    let sinks = case.sinks.as_deref();
+    let want = attention_with_sinks_in_f64(&case.problem, slices, sinks, &visible);
+    let textbook = attention_in_tensor_ops::<B>(&case.problem, slices, sinks, &visible, dtype);
     let blind = |lse: &[f64]| {
         lse.iter()
             .map(|x| *x == f64::NEG_INFINITY)
@@ -311,6 +366,7 @@ where
         ("dq", got.dq, textbook.dq, want.dq),
         ("dk", got.dk, textbook.dk, want.dk),
         ("dv", got.dv, textbook.dv, want.dv),
+        ("dsinks", got.dsinks, textbook.dsinks, want.dsinks),
     ];
     let results = results.map(|(what, got, textbook, want)| Measured {
         what,

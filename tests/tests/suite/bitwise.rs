@@ -1,5 +1,7 @@
 //! What is equal to the last bit: the forward pass of any world and that of one rank, and one run and the next.
 
+use std::collections::HashMap;
+
 use burn::{backend::Autodiff, tensor::DType};
 use burn_cp::{
     attention::AttentionOptions,
@@ -8,10 +10,18 @@ use burn_cp::{
 };
 use burn_cp_tests::{Attention, Form, Problem, Random, TestBackend, head_dim, random_layout};
 
-use crate::attention::{Case, run};
+use crate::{
+    attention::{Case, run},
+    strategies::EXCHANGES,
+};
 
-pub(crate) const EXCHANGES: [ExchangeStrategy; 2] =
-    [ExchangeStrategy::AllGather, ExchangeStrategy::NeededOnly];
+/// Strategies whose forward pass, without overlap, gives the bits of one rank.
+pub(crate) const EXACT: [ExchangeStrategy; 4] = [
+    ExchangeStrategy::AllGather,
+    ExchangeStrategy::NeededOnly,
+    ExchangeStrategy::LeftHalo,
+    ExchangeStrategy::HeadAllToAll,
+];
 const MASKS: [MaskKind; 3] = [
     MaskKind::CAUSAL,
     MaskKind::Full,
@@ -29,11 +39,15 @@ pub(crate) fn documents(row: usize) -> Documents {
     Documents::from_padded_lengths(&[lengths.to_vec()], &[padded], 391).unwrap()
 }
 
-pub(crate) fn case(documents: Documents, mask: MaskKind, num_heads: usize) -> Case {
+pub(crate) fn case(
+    documents: Documents,
+    mask: MaskKind,
+    [num_heads, num_kv_heads]: [usize; 2],
+) -> Case {
     let problem = Problem {
         batch: documents.batch_size(),
         num_heads,
-        num_kv_heads: 2,
+        num_kv_heads,
         tokens: documents.seq_len(),
         head_dim: head_dim(16),
         v_head_dim: head_dim(8),
@@ -45,7 +59,9 @@ pub(crate) fn case(documents: Documents, mask: MaskKind, num_heads: usize) -> Ca
         placed: None,
         layout: LayoutPolicy::Identity,
         exchange: ExchangeStrategy::AllGather,
+        overlap: false,
         world_size: 1,
+        sinks: Some((0..num_heads).map(|head| head as f64 / 3.0 - 0.5).collect()),
         options: AttentionOptions {
             mask,
             ..Default::default()
@@ -74,25 +90,30 @@ pub(crate) fn differing(got: &[f64], want: &[f64]) -> Vec<(usize, f64, f64)> {
 #[test]
 fn forward_of_any_world_equals_one_rank_to_the_bit() {
     let mut random = Random::new(11);
-    let mut layouts_seen = 0;
+    let mut seen = HashMap::new();
     for (row, mask) in MASKS.into_iter().enumerate() {
-        let one = case(documents(row), mask, [4, 2, 8][row]);
-        let inputs = one.inputs(&mut random);
-        let want = attention(&one, &inputs);
         for world_size in 2..=5 {
+            let num_kv_heads = [2, world_size][world_size % 2].max(2);
+            let heads = [num_kv_heads * [2, 1, 4][row], num_kv_heads];
+            let one = case(documents(row), mask, heads);
+            let inputs = one.inputs(&mut random);
+            let want = attention(&one, &inputs);
             let layouts = [
                 LayoutPolicy::Contiguous { multiple: 1 },
                 LayoutPolicy::HeadTail,
                 random_layout(&mut random, world_size, one.problem.tokens),
             ];
             for layout in layouts {
-                for exchange in EXCHANGES {
+                for exchange in EXACT {
                     let many = Case {
                         layout: layout.clone(),
                         exchange,
                         world_size,
                         ..one.clone()
                     };
+                    if many.strategy().is_err() {
+                        continue;
+                    }
                     let got = attention(&many, &inputs);
                     for (what, got, want) in
                         [("out", &got.out, &want.out), ("lse", &got.lse, &want.lse)]
@@ -103,29 +124,36 @@ fn forward_of_any_world_equals_one_rank_to_the_bit() {
                             "{what}: (index, got, wanted) {differ:?} in {many:?}"
                         );
                     }
-                    layouts_seen += 1;
+                    *seen.entry(exchange).or_insert(0) += 1;
                 }
             }
         }
     }
-    assert_eq!(layouts_seen, 3 * 4 * 3 * 2);
+    assert_eq!(seen[&ExchangeStrategy::AllGather], 3 * 4 * 3);
+    assert_eq!(seen[&ExchangeStrategy::NeededOnly], 3 * 4 * 3);
+    // Two heads of keys go to two ranks, and as many as there are ranks to three and five; none to four.
+    assert_eq!(seen[&ExchangeStrategy::HeadAllToAll], 3 * 3 * 3);
+    assert!(seen[&ExchangeStrategy::LeftHalo] > 4, "{seen:?}");
 }
 
 #[test]
 fn forward_and_backward_repeat_to_the_bit() {
     let mut random = Random::new(12);
     for (row, mask) in MASKS.into_iter().enumerate() {
-        for exchange in EXCHANGES {
+        for (exchange, overlap) in EXCHANGES {
             let many = Case {
                 layout: LayoutPolicy::HeadTail,
                 exchange,
+                overlap,
                 world_size: 4,
-                ..case(documents(row), mask, 4)
+                ..case(documents(row), mask, [4, 4])
             };
             let inputs = many.inputs(&mut random);
-            let all = |a: Attention| [a.out, a.lse, a.dq, a.dk, a.dv].map(|values| bits(&values));
+            let all = |a: Attention| {
+                [a.out, a.lse, a.dq, a.dk, a.dv, a.dsinks].map(|values| bits(&values))
+            };
             let first = all(attention(&many, &inputs));
-            for _ in 0..3 {
+            for _ in 0..2 {
                 assert!(first == all(attention(&many, &inputs)), "{many:?}");
             }
         }

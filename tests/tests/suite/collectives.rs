@@ -9,9 +9,16 @@ use burn::{
     },
     tensor::{Bool, DType, Int, Tensor},
 };
-use burn_cp::collectives::{self, CollectiveBackend};
-use burn_cp_tests::{DTYPES, Host, Random, TestBackend, backward, on_groups, on_ranks, to_bits};
+use burn_cp::{
+    collectives::{self, Call, Collective, CollectiveBackend, CollectiveElement, Payload},
+    comm::ProcessGroup,
+};
+use burn_cp_tests::{
+    DTYPES, Host, Random, TestBackend, backward, floats, on_groups, on_ranks, to_bits,
+    with_deadline,
+};
 use proptest::prelude::*;
+use std::time::{Duration, Instant};
 
 use crate::operations::{KINDS, Kind, MOVING, Operation};
 
@@ -304,4 +311,105 @@ fn one_rank_alone_keeps_what_it_has() {
             inputs[0]
         );
     }
+}
+
+fn payload(len: usize, value: f64) -> Payload<TestBackend> {
+    burn::tensor::Float::into_payload(Tensor::<TestBackend, 1>::full(
+        [len],
+        value,
+        &Default::default(),
+    ))
+}
+
+fn start(len: usize, value: f64, group: &ProcessGroup) -> collectives::Pending<TestBackend> {
+    let call = Call::forward(group, "test");
+    TestBackend::collective_start(payload(len, value), &Collective::AllReduce, group, call)
+}
+
+fn values(payload: Payload<TestBackend>) -> Vec<f64> {
+    floats(&burn::tensor::Float::from_payload::<1>(payload))
+}
+
+#[test]
+fn collectives_that_are_under_way_together_may_be_finished_in_any_order() {
+    for world_size in 1..=4 {
+        on_ranks(world_size, |group| {
+            let sums: f64 = (1..=world_size).map(|rank| rank as f64).sum();
+            for round in 0..3 {
+                let own = 1.0 + group.rank() as f64;
+                let mut started: Vec<_> = (1..=4)
+                    .map(|len| (len, start(len, own * len as f64, &group)))
+                    .collect();
+                // Each rank finishes them in another order.
+                started.rotate_left((group.rank() + round) % 4);
+                if group.rank() % 2 == 1 {
+                    started.reverse();
+                }
+                for (len, pending) in started {
+                    assert_eq!(values(pending.finish()), vec![sums * len as f64; len]);
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn a_collective_that_a_rank_does_not_finish_holds_up_nobody() {
+    on_ranks(3, |group| {
+        for round in 0..5 {
+            let pending = start(2, 1.0, &group);
+            if (group.rank() + round) % 3 == 0 {
+                drop(pending);
+            } else {
+                assert_eq!(values(pending.finish()), [3.0; 2]);
+            }
+        }
+        assert_eq!(values(start(1, 2.0, &group).finish()), [6.0]);
+    });
+}
+
+/// What a world of two says where rank 1 does something else than finish what it has started.
+fn failure(deadline: Duration, rank_1: impl Fn(&ProcessGroup) + Sync) -> (String, Duration) {
+    let begin = Instant::now();
+    let world = with_deadline(&[("cp", 2)], deadline, |groups| {
+        let group = groups.along(&["cp"]).unwrap();
+        if group.rank() == 1 {
+            rank_1(&group);
+        } else {
+            let pending = start(2, 1.0, &group);
+            drop(pending.finish());
+            drop(start(2, 1.0, &group).finish());
+        }
+    });
+    (world.unwrap_err().to_string(), begin.elapsed())
+}
+
+#[test]
+fn faults_between_start_and_finish_end_every_rank() {
+    let long = Duration::from_secs(60);
+    let (message, waited) = failure(long, |group| {
+        let pending = start(2, 1.0, group);
+        assert!(group.size() < 2, "the fault");
+        drop(pending.finish());
+    });
+    assert!(message.contains("the fault"), "{message}");
+    assert!(waited < long / 2);
+    let (message, waited) = failure(long, |group| drop(start(3, 1.0, group).finish()));
+    assert!(
+        message.contains("[2]") && message.contains("[3]"),
+        "{message}"
+    );
+    assert!(waited < long / 2);
+    let (message, waited) = failure(long, |group| drop(start(2, 1.0, group)));
+    assert!(
+        message.contains("rank 1 ended without arriving"),
+        "{message}"
+    );
+    assert!(waited < long / 2);
+    let short = Duration::from_millis(300);
+    let (message, _) = failure(short, |group| {
+        drop(start(2, 1.0, group));
+        std::thread::sleep(Duration::from_secs(2));
+    });
+    assert!(message.contains("[1] had not arrived"), "{message}");
 }

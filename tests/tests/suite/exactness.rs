@@ -59,7 +59,9 @@ fn padding_anywhere_gives_what_dense_attention_gives() {
                 placed: None,
                 layout: LayoutPolicy::Contiguous { multiple: 1 },
                 exchange,
+                overlap: false,
                 world_size: 2,
+                sinks: None,
                 options: AttentionOptions::causal(),
                 problem: causal_problem(8),
             };
@@ -128,7 +130,9 @@ fn padding_of_a_document_is_no_key_in_full_attention() {
         placed: None,
         layout: LayoutPolicy::DualChunkSwap,
         exchange: ExchangeStrategy::NeededOnly,
+        overlap: false,
         world_size: 2,
+        sinks: None,
         options: AttentionOptions {
             mask: MaskKind::Full,
             ..Default::default()

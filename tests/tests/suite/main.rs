@@ -22,6 +22,7 @@ mod padding;
 mod placement;
 mod recurrent;
 mod steps;
+mod strategies;
 mod token_loss;
 mod training;
 mod unpacked_reference;

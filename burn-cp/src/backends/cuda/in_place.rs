@@ -7,7 +7,7 @@ use burn_cubecl::kernel::into_contiguous;
 
 use super::{Plain, Run, empty, tensor_of, with_tensor};
 use crate::{
-    collectives::{Collective, Combine, Decomposition, Payload},
+    collectives::{Collective, Combine, Decomposition, Later, Payload},
     comm::CommError,
 };
 
@@ -31,7 +31,7 @@ impl Run<'_> {
         &self,
         payload: Payload<Plain>,
         work: &Decomposition,
-    ) -> Result<Payload<Plain>, CommError> {
+    ) -> Result<Later<Payload<Plain>>, CommError> {
         debug_assert!(work.dim == 0 && work.combine == Combine::Concat);
         let from = into_contiguous(tensor_of(&payload).clone());
         let mut shape = from.shape();
@@ -48,11 +48,12 @@ impl Run<'_> {
         // Nothing to read from, or to write to: the device has no buffer for it.
         let named: Vec<_> = (tensors.into_iter())
             .filter(|tensor| tensor.shape().num_elements() > 0)
+            .cloned()
             .collect();
         if named.is_empty() {
-            return Ok(with_tensor(&payload, to));
+            return Ok(Box::new(move || Ok(with_tensor(&payload, to))));
         }
-        self.start(&named, |queue, addresses| {
+        let on_its_way = self.start(named, |queue, addresses| {
             let input = addresses.first().copied().unwrap_or_default();
             let output = addresses.last().copied().unwrap_or_default();
             let places = work.takes.iter().scan(0, |end, piece| {
@@ -77,6 +78,9 @@ impl Run<'_> {
             }
             Ok(())
         })?;
-        Ok(with_tensor(&payload, to))
+        Ok(Box::new(move || {
+            on_its_way.arrive()?;
+            Ok(with_tensor(&payload, to))
+        }))
     }
 }

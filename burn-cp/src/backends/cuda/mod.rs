@@ -1,6 +1,8 @@
 //! CUDA: ranks that have a GPU each exchange through NCCL, from device to device and without waiting for either. Ranks as threads that
 //! share a GPU exchange through the host, since NCCL refuses them.
 
+use std::any::Any;
+
 use burn::tensor::{DType, Shape, TensorMetadata};
 use burn_cubecl::{CubeBackend, kernel::into_contiguous, tensor::CubeTensor};
 use cubecl::cuda::CudaRuntime;
@@ -8,10 +10,10 @@ use serde::{Deserialize, Serialize};
 
 use super::CollectiveRuntime;
 use crate::{
-    collectives::{Call, Collective, Payload, Wire},
+    collectives::{Call, Collective, Later, Payload, Pending, Wire},
     comm::{
-        CommError, Communicator, Element, NcclError, Observer, ProcessGroup, Queue, Transport,
-        UniqueId,
+        CommError, Communicator, Element, NcclError, Observer, ProcessGroup, Queue, Ticket,
+        Transport, UniqueId,
     },
 };
 
@@ -29,7 +31,7 @@ impl CollectiveRuntime for CudaRuntime {
         op: &Collective,
         group: &ProcessGroup,
         call: &Call,
-    ) -> Result<Payload<Plain>, Payload<Plain>> {
+    ) -> Result<Pending<Plain>, Payload<Plain>> {
         let Some(observer) = group.observer() else {
             return Err(payload);
         };
@@ -51,9 +53,11 @@ impl CollectiveRuntime for CudaRuntime {
         if let Some(observer) = &run.observer {
             observer.record(call.number, op.signature(&payload, call));
         }
-        Ok(run
-            .collective(payload, op)
-            .unwrap_or_else(|error| error.raise()))
+        let started = run.start_collective(payload, op);
+        let later = started.unwrap_or_else(|error| error.raise());
+        Ok(Pending::new(move || {
+            later().unwrap_or_else(|error| error.raise())
+        }))
     }
 }
 
@@ -161,11 +165,20 @@ impl Run<'_> {
         })
     }
 
+    #[cfg(test)]
     fn collective(
         &self,
         payload: Payload<Plain>,
         op: &Collective,
     ) -> Result<Payload<Plain>, CommError> {
+        self.start_collective(payload, op)?()
+    }
+
+    fn start_collective(
+        &self,
+        payload: Payload<Plain>,
+        op: &Collective,
+    ) -> Result<Later<Payload<Plain>>, CommError> {
         let shape = payload.shape();
         let dtype = payload.dtype();
         match op {
@@ -186,7 +199,7 @@ impl Run<'_> {
                 let sum = self.whole(wide, shape, |queue, from, to| {
                     queue.all_reduce(from, to, len, element)
                 })?;
-                Ok(sum.narrowed(dtype))
+                Ok(Box::new(move || Ok(sum()?.narrowed(dtype))))
             }
             // The sum of two is the same in any order, and rounded once in any dtype.
             Collective::ReduceScatter { dim: 0, sizes }
@@ -223,35 +236,37 @@ impl Run<'_> {
         payload: Payload<Plain>,
         shape: Shape,
         enqueue: impl FnOnce(&Queue<'_>, u64, u64) -> Result<(), NcclError>,
-    ) -> Result<Payload<Plain>, CommError> {
+    ) -> Result<Later<Payload<Plain>>, CommError> {
         let from = into_contiguous(tensor_of(&payload).clone());
         let to = empty(&from, shape);
-        self.start(&[&from, &to], |queue, addresses| {
+        let on_its_way = self.start(vec![from, to.clone()], |queue, addresses| {
             enqueue(queue, addresses[0], addresses[1])
         })?;
-        Ok(with_tensor(&payload, to))
+        Ok(Box::new(move || {
+            on_its_way.arrive()?;
+            Ok(with_tensor(&payload, to))
+        }))
     }
 
     fn by_messages(
         &self,
         payload: Payload<Plain>,
         op: &Collective,
-    ) -> Result<Payload<Plain>, CommError> {
+    ) -> Result<Later<Payload<Plain>>, CommError> {
         let work = op.decompose(&payload.shape(), self.group.rank(), self.group.size());
         let mut wire = self;
-        work.run(payload, self.group.rank(), &mut wire)
+        work.start(payload, self.group.rank(), &mut wire)
     }
 
-    /// Starts an operation on tensors, whose addresses it is given, and orders all later work of the device behind it. The host waits
-    /// for nothing.
+    /// Starts an operation on tensors, whose addresses it is given. The host waits for nothing.
     fn start(
         &self,
-        tensors: &[&Tensor],
+        tensors: Vec<Tensor>,
         enqueue: impl FnOnce(&Queue<'_>, &[u64]) -> Result<(), NcclError>,
-    ) -> Result<(), CommError> {
+    ) -> Result<OnItsWay, CommError> {
         // Asking for its resource submits all work on a buffer; what is asked for is held until later work has been ordered.
         let mut held = Vec::with_capacity(tensors.len());
-        for tensor in tensors {
+        for tensor in &tensors {
             let resource = tensor.client.get_resource(tensor.handle.clone());
             held.push(resource.map_err(|error| CommError::Transport {
                 group: self.group.name().to_owned(),
@@ -266,8 +281,43 @@ impl Run<'_> {
         let started = self
             .communicator
             .start(self.number, |queue| enqueue(queue, &addresses));
-        let ordered = started.and_then(|ticket| ticket.order_before_later_work());
-        ordered.map_err(|error| error.of(self.observer.as_ref(), self.what))
+        let ticket = started.map_err(|error| error.of(self.observer.as_ref(), self.what))?;
+        Ok(OnItsWay {
+            ticket: Some(ticket),
+            observer: self.observer.clone(),
+            what: self.what.to_owned(),
+            _held: Box::new((held, tensors)),
+        })
+    }
+}
+
+/// An operation whose buffers nobody may reuse yet: later work of the device has not been ordered behind it.
+struct OnItsWay {
+    ticket: Option<Ticket>,
+    observer: Option<Observer>,
+    what: String,
+    /// The buffers. Let go after `ticket` has been ordered, since a drop runs before those of the fields.
+    _held: Box<dyn Any>,
+}
+
+impl OnItsWay {
+    /// Orders all later work of the device behind the operation.
+    fn arrive(mut self) -> Result<(), CommError> {
+        let Some(ticket) = self.ticket.take() else {
+            return Ok(());
+        };
+        let ordered = ticket.order_before_later_work();
+        ordered.map_err(|error| error.of(self.observer.as_ref(), &self.what))
+    }
+}
+
+impl Drop for OnItsWay {
+    fn drop(&mut self) {
+        // Nobody takes the result, but its buffers go back to the allocator. An error here is one of the world, which the next
+        // operation reports.
+        if let Some(ticket) = self.ticket.take() {
+            let _ = ticket.order_before_later_work();
+        }
     }
 }
 
@@ -277,7 +327,7 @@ impl Wire<Plain> for &Run<'_> {
         sends: Vec<(Vec<usize>, Payload<Plain>)>,
         receives: Vec<(usize, Shape)>,
         like: &Payload<Plain>,
-    ) -> Result<Vec<Payload<Plain>>, CommError> {
+    ) -> Result<Later<Vec<Payload<Plain>>>, CommError> {
         let num_bytes = |tensor: &Tensor| tensor.shape().num_elements() * tensor.dtype.size();
         let outgoing: Vec<Tensor> = (sends.iter())
             .map(|(_, rows)| into_contiguous(tensor_of(rows).clone()))
@@ -285,9 +335,10 @@ impl Wire<Plain> for &Run<'_> {
         let incoming: Vec<Tensor> = (receives.iter())
             .map(|(_, shape)| empty(tensor_of(like), shape.clone()))
             .collect();
-        let tensors: Vec<&Tensor> = outgoing.iter().chain(&incoming).collect();
+        let tensors: Vec<Tensor> = outgoing.iter().chain(&incoming).cloned().collect();
+        let mut on_its_way = None;
         if !tensors.is_empty() {
-            self.start(&tensors, |queue, addresses| {
+            let started = self.start(tensors, |queue, addresses| {
                 let (from, to) = addresses.split_at(outgoing.len());
                 queue.grouped(|| {
                     for ((destinations, _), (tensor, address)) in
@@ -305,11 +356,14 @@ impl Wire<Plain> for &Run<'_> {
                     Ok(())
                 })
             })?;
+            on_its_way = Some(started);
         }
-        Ok(incoming
-            .into_iter()
-            .map(|tensor| with_tensor(like, tensor))
-            .collect())
+        let like = like.clone();
+        Ok(Box::new(move || {
+            on_its_way.map_or(Ok(()), OnItsWay::arrive)?;
+            let arrived = incoming.into_iter();
+            Ok(arrived.map(|tensor| with_tensor(&like, tensor)).collect())
+        }))
     }
 }
 

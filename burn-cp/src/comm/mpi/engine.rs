@@ -17,7 +17,7 @@ use mpi::{
     traits::{Communicator, Destination, Source},
 };
 
-use super::{Order, Started, Transfer};
+use super::{Messages, Order, Started};
 
 pub(super) const AVAILABLE: bool = true;
 
@@ -67,8 +67,8 @@ fn stay() -> ! {
     }
 }
 
-fn carry_out(world: &SimpleCommunicator, transfer: Transfer) {
-    let Transfer {
+fn carry_out(world: &SimpleCommunicator, transfer: Messages) {
+    let Messages {
         tag,
         sends,
         mut receives,

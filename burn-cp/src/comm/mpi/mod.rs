@@ -75,13 +75,13 @@ struct Started {
 
 /// An order to MPI's thread.
 enum Order {
-    Transfer(Transfer),
+    Transfer(Messages),
     /// Ends MPI, together with all other ranks.
     Finish(mpsc::Sender<()>),
 }
 
 /// Messages to send, and buffers to receive into.
-struct Transfer {
+struct Messages {
     tag: u16,
     sends: Vec<(usize, Arc<Vec<u8>>)>,
     receives: Vec<(usize, Vec<u8>)>,
@@ -111,6 +111,95 @@ enum Left<T> {
     Reason(T),
     /// MPI's thread has ended.
     Broken,
+}
+
+/// Messages that MPI's thread has been given. Who drops it does not take what is received; the messages travel all the same.
+#[derive(Debug)]
+struct InFlight {
+    progress: Arc<Progress>,
+    is_done: mpsc::Receiver<Vec<Vec<u8>>>,
+}
+
+impl InFlight {
+    /// What was received; `leave` is told who is outstanding, again and again, and may end the wait.
+    fn wait<T>(self, leave: impl Fn(Vec<usize>) -> Option<T>) -> Result<Vec<Vec<u8>>, Left<T>> {
+        loop {
+            match self.is_done.recv_timeout(LOOK) {
+                Ok(received) => return Ok(received),
+                Err(RecvTimeoutError::Disconnected) => return Err(Left::Broken),
+                Err(RecvTimeoutError::Timeout) => {
+                    if let Some(reason) = leave(self.progress.outstanding()) {
+                        self.progress.abandoned.store(true, Ordering::Relaxed);
+                        return Err(Left::Reason(reason));
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// A transfer that was started, among ranks that have compared what they do.
+#[derive(Debug)]
+pub(crate) struct Transfer(Option<Waited>);
+
+#[derive(Debug)]
+struct Waited {
+    in_flight: InFlight,
+    world: Arc<World>,
+    rank: usize,
+    op: String,
+}
+
+impl Transfer {
+    /// Nothing was to be sent or received.
+    pub(crate) fn nothing() -> Self {
+        Self(None)
+    }
+
+    /// What was received, in order. Ends when the world fails or its deadline passes, which is then the world's failure.
+    pub(crate) fn finish(self) -> Result<Vec<Vec<u8>>, CommError> {
+        let Some(Waited {
+            in_flight,
+            world,
+            rank,
+            op,
+        }) = self.0
+        else {
+            return Ok(Vec::new());
+        };
+        let start = Instant::now();
+        let leave = |outstanding: Vec<usize>| {
+            if let Some(failure) = world.failure() {
+                return Some(failure.as_peer_failure());
+            }
+            let waited = start.elapsed();
+            if waited < world.deadline() {
+                return None;
+            }
+            let culprit = outstanding.first().copied().unwrap_or(rank);
+            let error = CommError::Timeout {
+                op: op.clone(),
+                missing: outstanding,
+                waited,
+                last_seen: Some(op.clone()),
+            };
+            let cause = FailureCause::Comm(error.clone());
+            world.fail(culprit, Some(op.clone()), cause);
+            Some(error)
+        };
+        in_flight.wait(leave).map_err(|left| match left {
+            Left::Reason(error) => error,
+            Left::Broken => broken(op.clone()),
+        })
+    }
+}
+
+fn broken(op: String) -> CommError {
+    CommError::Transport {
+        group: "of MPI's world".to_owned(),
+        what: op,
+        reason: "MPI has failed on this rank".to_owned(),
+    }
 }
 
 impl MpiWire {
@@ -219,47 +308,26 @@ impl MpiWire {
             })
     }
 
-    /// Sends to and receives from ranks of the world, as `(rank, ..)`; what was received, in order. Ends when the world fails or its
-    /// deadline passes, which is then the world's failure.
+    /// Starts to send to and to receive from ranks of the world, as `(rank, ..)`.
     pub(crate) fn transfer(
         &self,
-        world: &World,
+        world: &Arc<World>,
         (rank, number): (usize, u64),
-        op: &str,
+        op: String,
         sends: Vec<(usize, Arc<Vec<u8>>)>,
         receives: Vec<(usize, usize)>,
-    ) -> Result<Vec<Vec<u8>>, CommError> {
-        let start = Instant::now();
-        let leave = |outstanding: Vec<usize>| {
-            if let Some(failure) = world.failure() {
-                return Some(failure.as_peer_failure());
-            }
-            let waited = start.elapsed();
-            if waited < world.deadline() {
-                return None;
-            }
-            let culprit = outstanding.first().copied().unwrap_or(rank);
-            let error = CommError::Timeout {
-                op: op.to_owned(),
-                missing: outstanding,
-                waited,
-                last_seen: Some(op.to_owned()),
-            };
-            let cause = FailureCause::Comm(error.clone());
-            world.fail(culprit, Some(op.to_owned()), cause);
-            Some(error)
-        };
+    ) -> Result<Transfer, CommError> {
         // Messages of one pair do not overtake each other; the number keeps them apart all the same.
         let tag = (number % 0x4000 + 1) as u16;
-        self.run(tag, sends, receives, leave)
-            .map_err(|left| match left {
-                Left::Reason(error) => error,
-                Left::Broken => CommError::Transport {
-                    group: "of MPI's world".to_owned(),
-                    what: op.to_owned(),
-                    reason: "MPI has failed on this rank".to_owned(),
-                },
-            })
+        match self.start_messages(tag, sends, receives) {
+            Some(in_flight) => Ok(Transfer(Some(Waited {
+                in_flight,
+                world: world.clone(),
+                rank,
+                op,
+            }))),
+            None => Err(broken(op)),
+        }
     }
 
     fn run<T>(
@@ -269,31 +337,29 @@ impl MpiWire {
         receives: Vec<(usize, usize)>,
         leave: impl Fn(Vec<usize>) -> Option<T>,
     ) -> Result<Vec<Vec<u8>>, Left<T>> {
+        let started = self.start_messages(tag, sends, receives);
+        started.ok_or(Left::Broken)?.wait(leave)
+    }
+
+    /// `None` where MPI's thread has ended.
+    fn start_messages(
+        &self,
+        tag: u16,
+        sends: Vec<(usize, Arc<Vec<u8>>)>,
+        receives: Vec<(usize, usize)>,
+    ) -> Option<InFlight> {
         let progress = Arc::new(Progress::default());
         let (done, is_done) = mpsc::channel();
         let buffer = |(from, len)| (from, vec![0; len]);
-        let transfer = Transfer {
+        let messages = Messages {
             tag,
             sends,
             receives: receives.into_iter().map(buffer).collect(),
             progress: progress.clone(),
             done,
         };
-        if self.orders.send(Order::Transfer(transfer)).is_err() {
-            return Err(Left::Broken);
-        }
-        loop {
-            match is_done.recv_timeout(LOOK) {
-                Ok(received) => return Ok(received),
-                Err(RecvTimeoutError::Disconnected) => return Err(Left::Broken),
-                Err(RecvTimeoutError::Timeout) => {
-                    if let Some(reason) = leave(progress.outstanding()) {
-                        progress.abandoned.store(true, Ordering::Relaxed);
-                        return Err(Left::Reason(reason));
-                    }
-                }
-            }
-        }
+        let sent = self.orders.send(Order::Transfer(messages));
+        sent.is_ok().then_some(InFlight { progress, is_done })
     }
 
     /// Ends MPI in a world that has ended well. All ranks must do it; one that does not come is waited for up to a deadline.

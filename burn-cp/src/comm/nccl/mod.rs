@@ -18,6 +18,6 @@ mod error;
 mod queue;
 mod watchdog;
 
-pub(crate) use communicator::{Communicator, UniqueId};
+pub(crate) use communicator::{Communicator, Ticket, UniqueId};
 pub(crate) use error::NcclError;
 pub(crate) use queue::{Element, Queue};

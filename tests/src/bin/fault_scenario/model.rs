@@ -82,18 +82,20 @@ pub(crate) struct Decoder<B: Backend> {
 }
 
 impl<B: Backend> Decoder<B> {
-    /// Lazy parameters, as Burn makes them.
-    pub(crate) fn lazy(device: &B::Device) -> Self {
+    /// Lazy parameters, as Burn makes them; so many heads of queries, and of keys and values.
+    pub(crate) fn lazy([num_heads, num_kv_heads]: [usize; 2], device: &B::Device) -> Self {
         let linear = |num_heads: usize| {
             LinearConfig::new(WIDTH, num_heads * HEAD_DIM)
                 .with_bias(false)
                 .init(device)
         };
         let layer = || Layer {
-            q: linear(2),
-            k: linear(1),
-            v: linear(1),
-            out: linear(2),
+            q: linear(num_heads),
+            k: linear(num_kv_heads),
+            v: linear(num_kv_heads),
+            out: LinearConfig::new(num_heads * HEAD_DIM, WIDTH)
+                .with_bias(false)
+                .init(device),
         };
         Self {
             embedding: EmbeddingConfig::new(VOCAB, WIDTH).init(device),
@@ -102,8 +104,8 @@ impl<B: Backend> Decoder<B> {
     }
 
     /// The same with every parameter drawn.
-    pub(crate) fn materialised(device: &B::Device) -> Self {
-        let model = Self::lazy(device);
+    pub(crate) fn materialised(heads: [usize; 2], device: &B::Device) -> Self {
+        let model = Self::lazy(heads, device);
         // Counting parameters looks at each.
         assert!(model.num_params() > 0);
         model

@@ -15,6 +15,7 @@ use burn_cp::{
     mesh::DeviceMesh,
     nn::SequenceSharded,
     optim,
+    plan::ExchangeStrategy,
     sharder::{ContextParallel, ContextParallelConfig},
     vision::VisionShardingConfig,
 };
@@ -26,6 +27,8 @@ use crate::model::{B, Decoder, Fault, FaultyTower, Inner, Output, Patches, Run, 
 pub(crate) struct Scenario {
     mesh: [usize; 2],
     rank: usize,
+    exchange: ExchangeStrategy,
+    overlap: bool,
     kind: Kind,
     /// Whether a rank may never end.
     pub(crate) detached: bool,
@@ -34,6 +37,14 @@ pub(crate) struct Scenario {
 impl Scenario {
     pub(crate) fn world_size(&self) -> usize {
         self.mesh.iter().product()
+    }
+
+    /// Heads of queries, and of keys and values: as many as can be dealt out, where they are.
+    fn num_heads(&self) -> [usize; 2] {
+        match self.exchange {
+            ExchangeStrategy::HeadAllToAll => [2 * self.mesh[1], self.mesh[1]],
+            _ => [2, 1],
+        }
     }
 }
 
@@ -74,9 +85,28 @@ enum Kind {
     Frozen,
 }
 
+/// The exchange strategy that a name begins with, whether it overlaps, and the rest of the name.
+fn exchange_of(name: &str) -> (ExchangeStrategy, bool, &str) {
+    use ExchangeStrategy::{AllGather, HeadAllToAll, LeftHalo, NeededOnly, Ring};
+    let known = [
+        ("gather-overlap-", AllGather, true),
+        ("gather-", AllGather, false),
+        ("needed-overlap-", NeededOnly, true),
+        ("halo-", LeftHalo, false),
+        ("ring-", Ring, false),
+        ("heads-", HeadAllToAll, false),
+    ];
+    let found = known.into_iter().find_map(|(prefix, exchange, overlap)| {
+        let rest = name.strip_prefix(prefix)?;
+        Some((exchange, overlap, rest))
+    });
+    found.unwrap_or((NeededOnly, false, name))
+}
+
 /// The scenario of a name.
 pub(crate) fn scenario(name: &str) -> Option<Scenario> {
     use Kind::*;
+    let (exchange, overlap, name) = exchange_of(name);
     let (name, mesh, rank) = match name.strip_prefix("mesh-") {
         Some(name) => (name, [2, 2], 3),
         None => (name, [1, 3], 1),
@@ -122,6 +152,8 @@ pub(crate) fn scenario(name: &str) -> Option<Scenario> {
             return Some(Scenario {
                 mesh,
                 rank: usize::MAX,
+                exchange,
+                overlap,
                 kind: Leave,
                 detached: false,
             });
@@ -132,6 +164,8 @@ pub(crate) fn scenario(name: &str) -> Option<Scenario> {
     Some(Scenario {
         mesh,
         rank,
+        exchange,
+        overlap,
         kind,
         detached,
     })
@@ -152,8 +186,9 @@ impl Setting {
         let device = Default::default();
         let [dp, cp] = scenario.mesh;
         let mesh = DeviceMesh::new([("dp", dp), ("cp", cp)]).expect("sizes of at least 1");
-        let lazy = Decoder::lazy(&device);
-        let model = Decoder::materialised(&device);
+        let heads = scenario.num_heads();
+        let lazy = Decoder::lazy(heads, &device);
+        let model = Decoder::materialised(heads, &device);
         let tower = Patches::new(&device);
         assert!(tower.num_params() > 0);
         Self {
@@ -181,6 +216,8 @@ pub(crate) fn run_rank(context: &RankContext, setting: &Setting) -> Result<f64, 
     };
     let config = ContextParallelConfig {
         layout,
+        exchange: scenario.exchange,
+        overlap: scenario.overlap,
         vision: VisionShardingConfig::always(),
         ..Default::default()
     };
@@ -199,7 +236,12 @@ pub(crate) fn run_rank(context: &RankContext, setting: &Setting) -> Result<f64, 
     let model = SequenceSharded::new(model, &cp)?;
 
     let replica = groups.global_rank() / scenario.mesh[1];
-    let step = cp.shard(batch(replica, &at, &device), &device)?;
+    let lengths = match scenario.exchange {
+        // One document goes over all ranks, so that there is more than one step.
+        ExchangeStrategy::Ring => [2, 22],
+        _ => [10, 14],
+    };
+    let step = cp.shard(batch(replica, &at, lengths, &device), &device)?;
     let fault = decoder_fault(scenario, context.rank(), step.group());
     let tower = FaultyTower {
         patches: setting.tower.clone().fork(&device),
@@ -232,7 +274,12 @@ pub(crate) fn run_rank(context: &RankContext, setting: &Setting) -> Result<f64, 
     Ok(norm)
 }
 
-fn batch(replica: usize, at: &impl Fn(Kind) -> bool, device: &Device<B>) -> SequenceBatch<B> {
+fn batch(
+    replica: usize,
+    at: &impl Fn(Kind) -> bool,
+    lengths: [usize; 2],
+    device: &Device<B>,
+) -> SequenceBatch<B> {
     const SEQ: usize = 24;
     let ids: Vec<i64> = (0..SEQ)
         .map(|i| ((i * 7 + replica * 3) % VOCAB) as i64)
@@ -247,7 +294,7 @@ fn batch(replica: usize, at: &impl Fn(Kind) -> bool, device: &Device<B>) -> Sequ
     let lengths = if at(Kind::Documents) {
         vec![9, 15]
     } else {
-        vec![10, 14]
+        lengths.to_vec()
     };
     let placeholders: Vec<bool> = (0..SEQ).map(|i| (2..8).contains(&i)).collect();
     let patches: Vec<f32> = (0..18).map(|i| (i as f32 * 0.3).sin()).collect();

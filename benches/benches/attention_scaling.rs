@@ -1,0 +1,325 @@
+//! Attention over sequences sharded over ranks, forward and backward: one rank against many under every exchange strategy.
+//!
+//! `cargo bench -p burn-cp-benches --bench attention_scaling -- --ranks 4 --tokens 2048`; with `--features cuda`, `--device cuda`: ranks
+//! are threads, each with a GPU of its own where there are enough, else they share one and exchange through the host. Prints a line
+//! per strategy with the time of the slowest rank, its ratio to one rank, and what all ranks together receive in a forward pass. A star
+//! marks what `auto` takes.
+
+use std::{error::Error, time::Instant};
+
+use burn::{
+    backend::Autodiff,
+    tensor::{
+        DType, Distribution, Tensor, TensorData,
+        backend::{AutodiffBackend, Backend},
+    },
+};
+use burn_cp::{
+    attention::{AttentionOptions, ContextParallelBackend},
+    batch::SequenceBatch,
+    comm::{self, ProgramOrder},
+    launch::{self, RankDevice},
+    layout::{Documents, LayoutPolicy},
+    mesh::DeviceMesh,
+    plan::{CostShape, ExchangeStrategy},
+    sharder::{ContextParallel, ContextParallelConfig},
+};
+use burn_cp_benches::log_normal_lengths;
+use clap::{Parser, ValueEnum};
+
+type AnyError = Box<dyn Error + Send + Sync>;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Device {
+    Cpu,
+    Cuda,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Layout {
+    Contiguous,
+    HeadTail,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Strategy {
+    AllGather,
+    NeededOnly,
+    LeftHalo,
+    Ring,
+    HeadAllToAll,
+    Auto,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Overlap {
+    Off,
+    On,
+    Both,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Element {
+    F32,
+    F16,
+    Bf16,
+}
+
+/// What is measured.
+#[derive(Debug, Clone, Parser)]
+struct Args {
+    /// Where it runs.
+    #[arg(long, value_enum, default_value = "cpu")]
+    device: Device,
+    /// Number of ranks.
+    #[arg(long, default_value_t = 2)]
+    ranks: usize,
+    /// Lengths of single documents.
+    #[arg(long, value_delimiter = ',', default_value = "256,512")]
+    tokens: Vec<usize>,
+    /// Medians of the lengths of packed documents, as many as fill the longest of `tokens`.
+    #[arg(long, value_delimiter = ',', default_value = "64")]
+    medians: Vec<usize>,
+    /// Heads of queries.
+    #[arg(long, default_value_t = 4)]
+    heads: usize,
+    /// Heads of keys and values; as many as of queries if not given.
+    #[arg(long)]
+    kv_heads: Option<usize>,
+    /// Elements of a head.
+    #[arg(long, default_value_t = 32)]
+    head_dim: usize,
+    /// Type of elements.
+    #[arg(long, value_enum, default_value = "f32")]
+    dtype: Element,
+    /// Which rank owns which tokens.
+    #[arg(long, value_enum, default_value = "head-tail")]
+    layout: Layout,
+    /// Exchange strategies; one that cannot serve a case says so.
+    #[arg(
+        long,
+        value_enum,
+        value_delimiter = ',',
+        default_value = "all-gather,needed-only,ring,head-all-to-all,auto"
+    )]
+    strategies: Vec<Strategy>,
+    /// Whether exchange and computation overlap, where the strategy leaves a choice.
+    #[arg(long, value_enum, default_value = "both")]
+    overlap: Overlap,
+    /// Repetitions, of which the fastest counts.
+    #[arg(long, default_value_t = 3)]
+    repetitions: usize,
+    /// Given by `cargo bench`.
+    #[arg(long, hide = true)]
+    bench: bool,
+}
+
+/// What one rank measured.
+struct Measured {
+    seconds: f64,
+    received_bytes: usize,
+    taken: ExchangeStrategy,
+}
+
+impl Args {
+    fn shape(&self) -> CostShape {
+        CostShape {
+            num_heads: self.heads,
+            num_kv_heads: self.kv_heads.unwrap_or(self.heads),
+            head_dim: self.head_dim,
+            v_head_dim: self.head_dim,
+            bytes_per_element: self.dtype().size(),
+        }
+    }
+
+    fn dtype(&self) -> DType {
+        match self.dtype {
+            Element::F32 => DType::F32,
+            Element::F16 => DType::F16,
+            Element::Bf16 => DType::BF16,
+        }
+    }
+
+    fn config(&self, exchange: ExchangeStrategy, overlap: bool) -> ContextParallelConfig {
+        ContextParallelConfig {
+            loss_axes: vec!["cp".to_owned()],
+            layout: match self.layout {
+                Layout::Contiguous => LayoutPolicy::Contiguous { multiple: 1 },
+                Layout::HeadTail => LayoutPolicy::HeadTail,
+            },
+            exchange,
+            overlap,
+            ..ContextParallelConfig::default()
+        }
+    }
+
+    /// Strategies with and without overlap, as asked for.
+    fn exchanges(&self) -> Vec<(ExchangeStrategy, bool)> {
+        let overlaps: &[bool] = match self.overlap {
+            Overlap::Off => &[false],
+            Overlap::On => &[true],
+            Overlap::Both => &[false, true],
+        };
+        let mut all = Vec::new();
+        for strategy in &self.strategies {
+            let (strategy, choice) = match strategy {
+                Strategy::AllGather => (ExchangeStrategy::AllGather, overlaps),
+                Strategy::NeededOnly => (ExchangeStrategy::NeededOnly, overlaps),
+                Strategy::LeftHalo => (ExchangeStrategy::LeftHalo, overlaps),
+                Strategy::Ring => (ExchangeStrategy::Ring, &[true][..]),
+                Strategy::HeadAllToAll => (ExchangeStrategy::HeadAllToAll, &[false][..]),
+                Strategy::Auto => (ExchangeStrategy::Auto, overlaps),
+            };
+            all.extend(choice.iter().map(|&overlap| (strategy, overlap)));
+        }
+        all
+    }
+}
+
+/// The slowest rank's fastest repetition, and what all ranks received.
+fn measure<B>(
+    args: &Args,
+    documents: &Documents,
+    world_size: usize,
+    config: &ContextParallelConfig,
+) -> Result<Measured, AnyError>
+where
+    B: AutodiffBackend + ContextParallelBackend,
+    B::Device: RankDevice,
+{
+    let mesh = DeviceMesh::new([("cp", world_size)])?;
+    let ranks = launch::threads(world_size, |rank| -> Result<Measured, AnyError> {
+        let groups = comm::bind(&mesh, &rank)?;
+        let cp = ContextParallel::new(&groups, config.clone())?;
+        let device = B::Device::of_rank(&rank)?;
+        let (shape, options) = (args.shape(), AttentionOptions::causal());
+        let mut fastest = f64::INFINITY;
+        let mut measured = None;
+        // The first repetition makes kernels and connections.
+        for repetition in 0..=args.repetitions {
+            let ids = TensorData::zeros::<i64, _>([1, documents.seq_len()]);
+            let batch = SequenceBatch::<B>::from_ids(ids).with_documents(documents.clone());
+            let step = cp.shard_in_order(batch, &device, ProgramOrder::new())?;
+            let taken = step.exchange(&shape, &options)?;
+            let received = step.attention_call(&options).elements_received(&shape)?;
+            let random = |heads: usize| {
+                let size = [1, heads, step.local_len(), shape.head_dim];
+                Tensor::<B, 4>::random(
+                    size,
+                    Distribution::Normal(0.0, 1.0),
+                    (&device, args.dtype()),
+                )
+            };
+            let [q, k, v] = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
+                .map(|heads| random(heads).require_grad());
+            let weight = random(shape.num_heads);
+            B::sync(&device)?;
+            step.group().barrier()?;
+            let start = Instant::now();
+            let out = step.attention(q, k, v, &options);
+            let loss = (out * weight).sum();
+            step.group().barrier()?;
+            drop(loss.backward());
+            B::sync(&device)?;
+            step.group().barrier()?;
+            if repetition > 0 {
+                fastest = fastest.min(start.elapsed().as_secs_f64());
+            }
+            measured = Some((received * shape.bytes_per_element, taken));
+        }
+        let (received_bytes, taken) = measured.ok_or("no repetition")?;
+        Ok(Measured {
+            seconds: fastest,
+            received_bytes,
+            taken,
+        })
+    })?;
+    let received_bytes = ranks.iter().map(|rank| rank.received_bytes).sum();
+    let seconds = ranks.iter().map(|rank| rank.seconds).fold(0.0, f64::max);
+    let taken = ranks.first().ok_or("no rank")?.taken;
+    Ok(Measured {
+        seconds,
+        received_bytes,
+        taken,
+    })
+}
+
+fn compare<B>(args: &Args, name: &str, documents: &Documents) -> Result<(), AnyError>
+where
+    B: AutodiffBackend + ContextParallelBackend,
+    B::Device: RankDevice,
+{
+    let one = measure::<B>(
+        args,
+        documents,
+        1,
+        &args.config(ExchangeStrategy::NeededOnly, false),
+    )?;
+    println!("{name}: one rank {:.2} ms", one.seconds * 1e3);
+    println!("  strategy         overlap        ms  ratio  MB received");
+    let auto = measure::<B>(
+        args,
+        documents,
+        args.ranks,
+        &args.config(ExchangeStrategy::Auto, false),
+    )?;
+    for (strategy, overlap) in args.exchanges() {
+        let label = format!("{strategy:?}");
+        let on = if overlap { "on" } else { "off" };
+        match measure::<B>(args, documents, args.ranks, &args.config(strategy, overlap)) {
+            Ok(many) => {
+                let star = if strategy == auto.taken { "*" } else { " " };
+                println!(
+                    "{star} {label:16} {on:7} {:9.2} {:6.2} {:12.3}",
+                    many.seconds * 1e3,
+                    one.seconds / many.seconds,
+                    many.received_bytes as f64 / 1e6
+                );
+            }
+            Err(error) => println!("  {label:16} {on:7} {error}"),
+        }
+    }
+    Ok(())
+}
+
+fn run<B>(args: &Args) -> Result<(), AnyError>
+where
+    B: Backend + ContextParallelBackend,
+    B::Device: RankDevice,
+    Autodiff<B>: AutodiffBackend<Device = B::Device> + ContextParallelBackend,
+{
+    println!(
+        "{} ranks, {} heads, {} of keys, head_dim {}, {:?}, layout {:?}",
+        args.ranks,
+        args.heads,
+        args.shape().num_kv_heads,
+        args.head_dim,
+        args.dtype(),
+        args.layout
+    );
+    for &tokens in &args.tokens {
+        let documents = Documents::from_lengths(&[vec![tokens]], tokens)?;
+        compare::<Autodiff<B>>(args, &format!("one document of {tokens}"), &documents)?;
+    }
+    let longest = args.tokens.iter().copied().max().unwrap_or(1);
+    for &median in &args.medians {
+        let lengths = log_normal_lengths(1, median as f64, longest);
+        let documents = Documents::from_lengths(&[lengths], longest)?;
+        let name = format!("{longest} tokens in documents of median {median}");
+        compare::<Autodiff<B>>(args, &name, &documents)?;
+    }
+    Ok(())
+}
+
+fn main() -> Result<(), AnyError> {
+    let args = Args::parse();
+    match args.device {
+        Device::Cpu => run::<burn::backend::Flex>(&args),
+        #[cfg(feature = "cuda")]
+        Device::Cuda => {
+            run::<burn_cubecl::CubeBackend<cubecl::cuda::CudaRuntime, f32, i32, u8>>(&args)
+        }
+        #[cfg(not(feature = "cuda"))]
+        Device::Cuda => Err("built without the feature `cuda`".into()),
+    }
+}

@@ -1,0 +1,252 @@
+//! Keys and values of a rank's whole buffer, from all ranks or from those that have them: `AllGather`, `NeededOnly`, `LeftHalo`.
+//!
+//! Without overlap the buffer is put together first and one kernel call computes with it, which gives the bits of one device. With
+//! overlap the rank's own keys are computed with while those of others travel, and both parts are merged.
+
+use burn::tensor::{Tensor, TensorMetadata, backend::Backend, ops::FloatTensor};
+use burn_cp_kernels::{
+    AttentionBackwardInput, AttentionGradients, AttentionInput, AttentionOutput,
+};
+
+use super::{
+    AttentionCall, InnerAttention,
+    driver::{Saved, backward_over, forward_over},
+    merge::Merger,
+    rows::{self, KvRows, add_rows, pack_buffer, place, take, to_payload, to_tensor},
+};
+use crate::{
+    collectives::{Call, Collective, Payload, Pending},
+    plan::ExchangeStrategy,
+};
+
+/// Attention of this rank's queries, without overlap. `exchange` is `None` where no rank needs another's keys.
+pub(super) fn forward<B: InnerAttention>(
+    input: AttentionInput<FloatTensor<B>>,
+    call: &AttentionCall,
+    strategy: ExchangeStrategy,
+    exchange: Option<Call>,
+) -> AttentionOutput<FloatTensor<B>> {
+    let AttentionInput { q, k, v, sinks, .. } = input;
+    let (k, v) = buffer::<B>(&k, &v, call, strategy, exchange);
+    let input = AttentionInput::new(q, k, v).with_sinks(sinks);
+    B::attention_forward(input, call.prepared().segments(), call.kernel())
+}
+
+/// Gradients of [`forward`], whose first operation had the number `of`.
+pub(super) fn backward<B: InnerAttention>(
+    saved: &Saved<B>,
+    dout: FloatTensor<B>,
+    call: &AttentionCall,
+    strategy: ExchangeStrategy,
+    of: Option<u64>,
+) -> AttentionGradients<FloatTensor<B>> {
+    let AttentionInput { q, k, v, sinks, .. } = &saved.input;
+    let again = of.map(|of| call.backward("attention again", of));
+    let (k_all, v_all) = buffer::<B>(k, v, call, strategy, again);
+    let (out, lse) = (saved.out.clone(), saved.lse.clone());
+    let input = AttentionBackwardInput::new(q.clone(), k_all, v_all, out, lse, dout)
+        .with_sinks(sinks.clone());
+    let prepared = call.prepared();
+    let gradients = B::attention_backward(input, prepared.segments(), call.kernel());
+    if prepared.is_local() {
+        return gradients;
+    }
+    let rows = pack_buffer::<B>(
+        &gradients.dk,
+        &gradients.dv,
+        prepared.exchange().output_len(),
+    );
+    let rows = match of.map(|of| call.backward("attention", of)) {
+        None => place(
+            &rows,
+            &prepared.gathered_locally(),
+            prepared.sizes()[prepared.rank()],
+        ),
+        Some(adjoint) => {
+            let (rows, op) = match strategy {
+                ExchangeStrategy::AllGather => {
+                    let sizes = prepared.sizes().clone();
+                    let all = place(&rows, prepared.gathered(), sizes.iter().sum());
+                    (all, Collective::ReduceScatter { dim: 0, sizes })
+                }
+                _ => {
+                    let plan = prepared.exchange().clone();
+                    (rows, Collective::ExchangeReverse { dim: 0, plan })
+                }
+            };
+            B::collective(rows, &op, call.group(), adjoint)
+        }
+    };
+    let batch = prepared.plan().documents().batch_size();
+    let (dk, dv) = KvRows::of::<B>(k, v).unpack(rows, batch);
+    AttentionGradients::new(gradients.dq, dk, dv).with_dsinks(gradients.dsinks)
+}
+
+/// The keys and values that the segments address: this rank's own, or the buffer that the plan describes.
+fn buffer<B: InnerAttention>(
+    k: &FloatTensor<B>,
+    v: &FloatTensor<B>,
+    call: &AttentionCall,
+    strategy: ExchangeStrategy,
+    exchange: Option<Call>,
+) -> (FloatTensor<B>, FloatTensor<B>) {
+    let prepared = call.prepared();
+    if prepared.is_local() {
+        return (k.clone(), v.clone());
+    }
+    let rows = KvRows::pack::<B>(k, v);
+    let buffer = match (exchange, strategy) {
+        (None, _) => take(&rows, &prepared.gathered_locally()),
+        (Some(exchange), ExchangeStrategy::AllGather) => {
+            let all = start_gather(rows, call, exchange).finish();
+            take(&all, prepared.gathered())
+        }
+        (Some(exchange), _) => {
+            let plan = prepared.exchange().clone();
+            let op = Collective::Exchange { dim: 0, plan };
+            B::collective(rows, &op, call.group(), exchange)
+        }
+    };
+    KvRows::of::<B>(k, v).unpack_buffer(buffer)
+}
+
+fn start_gather<B: InnerAttention>(
+    rows: Payload<B>,
+    call: &AttentionCall,
+    exchange: Call,
+) -> Pending<B> {
+    let op = Collective::AllGather {
+        dim: 0,
+        sizes: call.prepared().sizes().clone(),
+    };
+    B::collective_start(rows, &op, call.group(), exchange)
+}
+
+/// Brings the rows of other ranks' keys.
+struct RemoteRows<B: Backend> {
+    pending: Pending<B>,
+    gathered: bool,
+}
+
+impl<B: InnerAttention> RemoteRows<B> {
+    fn start(
+        rows: Payload<B>,
+        call: &AttentionCall,
+        strategy: ExchangeStrategy,
+        exchange: Call,
+    ) -> Self {
+        let gathered = strategy == ExchangeStrategy::AllGather;
+        let pending = if gathered {
+            start_gather(rows, call, exchange)
+        } else {
+            let plan = call.prepared().split().exchange.clone();
+            let op = Collective::Exchange { dim: 0, plan };
+            B::collective_start(rows, &op, call.group(), exchange)
+        };
+        Self { pending, gathered }
+    }
+
+    fn finish(self, call: &AttentionCall) -> Payload<B> {
+        let rows = self.pending.finish();
+        if self.gathered {
+            take(&rows, &call.prepared().split().gathered)
+        } else {
+            rows
+        }
+    }
+}
+
+/// [`forward`] with overlap.
+pub(super) fn overlapped_forward<B: InnerAttention>(
+    input: &AttentionInput<FloatTensor<B>>,
+    call: &AttentionCall,
+    strategy: ExchangeStrategy,
+    exchange: Call,
+) -> AttentionOutput<FloatTensor<B>> {
+    let AttentionInput { q, k, v, sinks, .. } = input;
+    let split = call.prepared().split();
+    let kv = KvRows::of::<B>(k, v);
+    let rows = KvRows::pack::<B>(k, v);
+    let remote = RemoteRows::start(rows.clone(), call, strategy, exchange);
+    let own = take(&rows, split.own.pieces.iter().map(|piece| &piece.range));
+    let own = forward_over::<B>(q, kv.unpack_buffer(own), &split.own, call);
+    let mut merger = Merger::<B>::new(&own);
+    let remote = remote.finish(call);
+    if split.remote.len > 0 {
+        let remote = forward_over::<B>(q, kv.unpack_buffer(remote), &split.remote, call);
+        merger = merger.add(&remote);
+    }
+    merger.finish(sinks.as_ref())
+}
+
+/// [`backward`] with overlap: gradients of others' keys leave as soon as they are there, those of the rank's own are computed
+/// meanwhile. They are added up in `f32` at least: the rank's own first, then the others' in rank order.
+pub(super) fn overlapped_backward<B: InnerAttention>(
+    saved: &Saved<B>,
+    dout: &FloatTensor<B>,
+    call: &AttentionCall,
+    strategy: ExchangeStrategy,
+    of: u64,
+) -> AttentionGradients<FloatTensor<B>> {
+    let AttentionInput { q, k, v, .. } = &saved.input;
+    let prepared = call.prepared();
+    let split = prepared.split();
+    let kv = KvRows::of::<B>(k, v);
+    let rows = KvRows::pack::<B>(k, v);
+    let again = call.backward("attention again", of);
+    let remote = RemoteRows::start(rows.clone(), call, strategy, again).finish(call);
+    let mut dq: Option<Tensor<B, 4>> = None;
+    let grads = if split.remote.len > 0 {
+        let grads = backward_over(saved, kv.unpack_buffer(remote), dout, &split.remote, call);
+        dq = Some(to_tensor(Payload::Float(grads.dq).widened()));
+        pack_buffer::<B>(&grads.dk, &grads.dv, split.remote.len)
+    } else {
+        rows.zeros_like(0, 0)
+    };
+    let returning = start_return(grads, call, strategy, of);
+    let own_ranges: Vec<_> = (split.own.pieces.iter())
+        .map(|piece| piece.range.clone())
+        .collect();
+    let own = take(&rows, &own_ranges);
+    let own = backward_over(saved, kv.unpack_buffer(own), dout, &split.own, call);
+    let own_rows = pack_buffer::<B>(&own.dk, &own.dv, split.own.len);
+    let mut total = place(&own_rows.widened(), &own_ranges, rows.shape()[0]);
+    let returned = returning.finish();
+    if strategy == ExchangeStrategy::AllGather {
+        total = total.add(returned.widened());
+    } else {
+        let mut at = 0;
+        for ranges in &split.back.targets {
+            let num: usize = ranges.iter().map(std::ops::Range::len).sum();
+            total = add_rows(total, returned.rows(0, &(at..at + num)), ranges);
+            at += num;
+        }
+    }
+    let batch = prepared.plan().documents().batch_size();
+    let (dk, dv) = kv.unpack(total.narrowed(rows.dtype()), batch);
+    let own_dq: Tensor<B, 4> = to_tensor(Payload::Float(own.dq).widened());
+    let dq = dq.map_or_else(|| own_dq.clone(), |dq| own_dq.clone() + dq);
+    let dq = to_payload(dq).narrowed(q.dtype());
+    AttentionGradients::new(rows::unwrap(to_tensor::<B, 4>(dq)), dk, dv).with_dsinks(own.dsinks)
+}
+
+/// Sends the gradients of others' keys to their owners.
+fn start_return<B: InnerAttention>(
+    rows: Payload<B>,
+    call: &AttentionCall,
+    strategy: ExchangeStrategy,
+    of: u64,
+) -> Pending<B> {
+    let prepared = call.prepared();
+    let split = prepared.split();
+    let adjoint = call.backward("attention", of);
+    let (rows, op) = if strategy == ExchangeStrategy::AllGather {
+        let sizes = prepared.sizes().clone();
+        let all = place(&rows, &split.gathered, sizes.iter().sum());
+        (all, Collective::ReduceScatter { dim: 0, sizes })
+    } else {
+        let plan = split.back.plan.clone();
+        (rows, Collective::Exchange { dim: 0, plan })
+    };
+    B::collective_start(rows, &op, call.group(), adjoint)
+}
