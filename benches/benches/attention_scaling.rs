@@ -15,16 +15,16 @@ use burn::{
     },
 };
 use burn_cp::{
-    attention::{AttentionOptions, AttentionShape, ContextParallelBackend},
+    attention::{AttentionOptions, ContextParallelBackend},
     batch::SequenceBatch,
     comm::{self, ProgramOrder},
     launch::{self, RankDevice},
     layout::{Documents, LayoutPolicy},
     mesh::DeviceMesh,
-    plan::ExchangeStrategy,
+    plan::{CostShape, ExchangeStrategy},
     sharder::{ContextParallel, ContextParallelConfig},
 };
-use burn_cp_benches::log_normal_documents;
+use burn_cp_benches::log_normal_lengths;
 use clap::{Parser, ValueEnum};
 
 type AnyError = Box<dyn Error + Send + Sync>;
@@ -122,8 +122,8 @@ struct Measured {
 }
 
 impl Args {
-    fn shape(&self) -> AttentionShape {
-        AttentionShape {
+    fn shape(&self) -> CostShape {
+        CostShape {
             num_heads: self.heads,
             num_kv_heads: self.kv_heads.unwrap_or(self.heads),
             head_dim: self.head_dim,
@@ -303,7 +303,8 @@ where
     }
     let longest = args.tokens.iter().copied().max().unwrap_or(1);
     for &median in &args.medians {
-        let documents = log_normal_documents(longest, median);
+        let lengths = log_normal_lengths(1, median as f64, longest);
+        let documents = Documents::from_lengths(&[lengths], longest)?;
         let name = format!("{longest} tokens in documents of median {median}");
         compare::<Autodiff<B>>(args, &name, &documents)?;
     }

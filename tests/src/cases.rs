@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use burn_cp::{
-    layout::{AlignedDocuments, Document, Documents, LayoutPolicy, Placement},
+    layout::{AlignedDocuments, Document, Documents, LayoutPolicy, Placement, Visibility},
     plan::{ExchangeStrategy, MaskKind},
 };
 
@@ -94,7 +94,7 @@ pub fn random_layout(random: &mut Random, world_size: usize, seq_len: usize) -> 
 }
 
 /// A way to move documents to other places, and how to deal them out then: as dual-chunk-swap wants them, in one row where every
-/// document is padded to a multiple of two chunks per rank; rows one behind the other; rows in which documents got room.
+/// document is padded to a multiple of two chunks per rank; rows one behind the other, perhaps balanced; rows in which documents got room.
 pub fn random_placement(
     random: &mut Random,
     documents: &Documents,
@@ -102,12 +102,19 @@ pub fn random_placement(
 ) -> (AlignedDocuments, LayoutPolicy) {
     let size = [documents.batch_size(), documents.seq_len()];
     let aligned = |multiple| documents.aligned(multiple).expect("lengths that fit");
-    let placed = match random.int(0..=3) {
+    let placed = match random.int(0..=4) {
         0 => AlignedDocuments {
             documents: documents.flattened(),
             placement: Placement::flat(size[0], size[1]).expect("some tokens"),
         },
         1 => aligned(random.int(1..=5)),
+        2 => {
+            let placed = AlignedDocuments {
+                documents: documents.flattened(),
+                placement: Placement::flat(size[0], size[1]).expect("some tokens"),
+            };
+            return (placed, random_balanced(random));
+        }
         _ => {
             return (
                 aligned(2 * world_size).flattened(),
@@ -117,6 +124,19 @@ pub fn random_placement(
     };
     let layout = random_layout(random, world_size, placed.documents.seq_len());
     (placed, layout)
+}
+
+/// Balanced for the mask of a call or for another one, which changes who owns what and nothing else.
+fn random_balanced(random: &mut Random) -> LayoutPolicy {
+    LayoutPolicy::Balanced {
+        visibility: match random.int(0..=2) {
+            0 => Visibility::Full,
+            1 => Visibility::Causal {
+                window: Some(random.one_of(&[0, 3, 40])),
+            },
+            _ => Visibility::default(),
+        },
+    }
 }
 
 fn random_ranges(random: &mut Random, world_size: usize, seq_len: usize) -> Vec<Vec<Range<usize>>> {

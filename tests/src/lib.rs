@@ -6,6 +6,7 @@
 mod attention;
 mod backend;
 mod cases;
+mod device;
 mod forms;
 mod host;
 mod random;
@@ -17,6 +18,7 @@ pub use attention::{
 };
 pub use backend::{DEVICE, DTYPES, TestBackend, head_dim};
 pub use cases::{random_documents, random_exchange, random_layout, random_mask, random_placement};
+pub use device::{device, enter_rank};
 pub use forms::Form;
 pub use host::{Host, floats, ints, relative_error, to_bits};
 pub use random::Random;

@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use super::{AttentionOptions, AttentionShape, PreparedAttention, StrategyError, resolve};
+use super::{AttentionOptions, PreparedAttention, resolve};
 use crate::{
     collectives::Call,
     comm::{ProcessGroup, ProgramOrder},
-    plan::ExchangeStrategy,
+    plan::{CostShape, ExchangeStrategy, PlanError},
 };
 
 /// What an attention operation needs besides its tensors; kept by its backward step. Cheap to clone.
@@ -94,8 +94,8 @@ impl AttentionCall {
     ///
     /// # Errors
     /// The strategy cannot serve the call.
-    pub fn strategy(&self, shape: &AttentionShape) -> Result<ExchangeStrategy, StrategyError> {
-        let strategy = resolve(self.prepared.plan(), self.strategy, shape)?;
+    pub fn strategy(&self, shape: &CostShape) -> Result<ExchangeStrategy, PlanError> {
+        let strategy = resolve(self.prepared.plan(), self.strategy, self.overlap, shape)?;
         tracing::debug!(asked = ?self.strategy, taken = ?strategy, overlap = self.overlap, "attention");
         Ok(strategy)
     }
@@ -105,8 +105,8 @@ impl AttentionCall {
     ///
     /// # Errors
     /// The strategy cannot serve the call.
-    pub fn elements_received(&self, shape: &AttentionShape) -> Result<usize, StrategyError> {
-        let strategy = resolve(self.prepared.plan(), self.strategy, shape)?;
+    pub fn elements_received(&self, shape: &CostShape) -> Result<usize, PlanError> {
+        let strategy = resolve(self.prepared.plan(), self.strategy, self.overlap, shape)?;
         if !self.communicates() {
             return Ok(0);
         }

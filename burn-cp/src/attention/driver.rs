@@ -5,10 +5,11 @@ use burn_cp_kernels::{
     AttentionBackwardInput, AttentionGradients, AttentionInput, AttentionOutput,
 };
 
-use super::{
-    AttentionCall, AttentionShape, InnerAttention, gathered, heads, ring, subset::KeySubset,
+use super::{AttentionCall, InnerAttention, gathered, heads, ring, subset::KeySubset};
+use crate::{
+    collectives::CollectiveBackend,
+    plan::{CostShape, ExchangeStrategy},
 };
-use crate::{collectives::CollectiveBackend, plan::ExchangeStrategy};
 
 /// What a driver computed with and what it got. Keys and values of other ranks are not kept, but for those of the heads that
 /// `HeadAllToAll` has traded this rank's others for.
@@ -61,7 +62,7 @@ pub fn attend_with_lse<B: InnerAttention>(
 ///
 /// # Panics
 /// Before anything travels, on every rank alike: tensors that do not fit the plan or each other, and with the message of a
-/// [`StrategyError`](super::StrategyError) where the strategy cannot serve them. A failure between ranks ends this one with a typed
+/// [`PlanError`](crate::plan::PlanError) where the strategy cannot serve them. A failure between ranks ends this one with a typed
 /// panic.
 pub fn attend_with_state<B: InnerAttention>(
     input: AttentionInput<FloatTensor<B>>,
@@ -168,7 +169,7 @@ pub(super) fn backward_over<B: InnerAttention>(
 fn check_shapes<B: CollectiveBackend>(
     input: &AttentionInput<FloatTensor<B>>,
     call: &AttentionCall,
-) -> AttentionShape {
+) -> CostShape {
     let plan = call.prepared().plan();
     let (batch, tokens) = (
         plan.documents().batch_size(),
@@ -213,7 +214,7 @@ fn check_shapes<B: CollectiveBackend>(
             q[1]
         );
     }
-    AttentionShape {
+    CostShape {
         num_heads: q[1],
         num_kv_heads: k[1],
         head_dim: q[3],

@@ -44,7 +44,7 @@ pub use burn_cp_kernels::{AttentionGradients, AttentionInput};
 pub use call::AttentionCall;
 pub use driver::{AttentionState, attend, attend_with_lse, attend_with_state, attention_gradients};
 pub use prepared::{PrepareError, PreparedAttention};
-pub use strategy::{AttentionShape, StrategyError, resolve};
+pub use strategy::resolve;
 
 use crate::{collectives::CollectiveBackend, plan::MaskKind};
 

@@ -10,6 +10,7 @@
 //! tensors, masks or what attention does with documents.
 
 mod align;
+mod balanced;
 mod dense_mask;
 mod documents;
 mod dual_chunk;
@@ -23,6 +24,7 @@ mod thd;
 mod token_layout;
 
 pub use align::{AlignedDocuments, align_documents};
+pub use balanced::{Visibility, least_kv_received};
 pub use dense_mask::{DenseMask, SelfOnly};
 pub use documents::{Document, Documents};
 pub use error::LayoutError;

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use crate::{
-    collectives::CollectiveBackend,
+    collectives::{CollectiveBackend, Payload, read_to_host},
     comm::{CommError, FailureCause, ProcessGroup, Transport, odd_one_out},
     sharder::CapabilityError,
 };
@@ -95,8 +95,9 @@ impl<B: CollectiveBackend> ModuleVisitor<B> for Collect {
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
         let tensor = param.val();
-        let leaf = B::leaf_id(&tensor.clone().into_primitive().tensor());
-        let data = tensor.into_data();
+        let primitive = tensor.into_primitive().tensor();
+        let leaf = B::leaf_id(&primitive);
+        let data = read_to_host::<B>(Payload::Float(primitive));
         self.found.push(Fingerprint {
             path: self.path.join("."),
             shape: data.shape.to_vec(),

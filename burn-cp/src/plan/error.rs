@@ -22,4 +22,27 @@ pub enum PlanError {
         /// The count.
         what: &'static str,
     },
+    /// A left halo cannot bring a token that is not the left neighbour's.
+    #[error(
+        "left-halo: expected rank {rank} to need tokens of {} only, got tokens of rank {got}; needed-only serves every layout",
+        expected.map_or("itself".to_owned(), |left| format!("itself and rank {left}"))
+    )]
+    NotLeftNeighbour {
+        /// The rank that needs them.
+        rank: usize,
+        /// Its left neighbour, if it has one.
+        expected: Option<usize>,
+        /// The rank that has them.
+        got: usize,
+    },
+    /// Heads cannot be dealt out evenly.
+    #[error("head-all-to-all: expected a number of {what} that {expected} ranks divide, got {got}")]
+    HeadDivisibility {
+        /// Which heads.
+        what: &'static str,
+        /// Number of ranks.
+        expected: usize,
+        /// Number of heads.
+        got: usize,
+    },
 }

@@ -20,14 +20,16 @@ mod derive;
 mod error;
 mod hash;
 mod mask;
+mod predict;
 mod strategy;
 #[cfg(test)]
 mod tests;
 mod types;
 
 pub use attention_plan::AttentionPlan;
-pub use cost::{ExchangeBytes, KvShape};
+pub use cost::{CostShape, ExchangeBytes};
 pub use error::PlanError;
 pub use mask::MaskKind;
+pub use predict::{Hardware, RankCost, StrategyCost};
 pub use strategy::ExchangeStrategy;
 pub use types::{KvPiece, KvSource, RankPlan, Segment, TokenSpan};

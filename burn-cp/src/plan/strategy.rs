@@ -1,4 +1,4 @@
-//! The ways in which keys and values get to the queries that see them.
+//! The ways in which keys and values can travel.
 
 use serde::{Deserialize, Serialize};
 

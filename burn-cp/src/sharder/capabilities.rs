@@ -10,7 +10,7 @@
 //! representation ([`MaskKind`](crate::plan::MaskKind)).
 
 use super::{ContextParallelConfig, CpStep, PrimaryStream};
-use crate::attention::ContextParallelBackend;
+use crate::{attention::ContextParallelBackend, vision::VisionDelivery};
 
 /// What a model declares to support.
 ///
@@ -31,6 +31,8 @@ pub struct ModelCapabilities {
     pub media: bool,
     /// A vision tower that may be split by frames: no frame's features depend on another frame.
     pub vision_sharding: bool,
+    /// Vision features of its own shard's tokens only: it asks for no other row of them.
+    pub local_media: bool,
     /// Deepstack features that the batch brings, rather than the model's own tower.
     pub deepstack: bool,
     /// A primary stream that is left whole: the model cuts its hidden states itself.
@@ -44,6 +46,7 @@ impl ModelCapabilities {
             packed_documents: true,
             media: false,
             vision_sharding: false,
+            local_media: false,
             deepstack: false,
             whole_stream: false,
         }
@@ -51,8 +54,8 @@ impl ModelCapabilities {
 
     /// The same for a model whose layers take a row for one document, such as recurrences and convolutions over it.
     ///
-    /// Layers through which tokens meet outside of attention need the tokens of other ranks; exchanging those is the model's
-    /// own work, and nothing here checks that it does.
+    /// Layers through which tokens meet outside of attention need the tokens of other ranks: [`recurrent`](crate::recurrent) has
+    /// what they need and knows documents. That a model uses it is nothing that could be checked here.
     #[must_use]
     pub const fn without_packed_documents(mut self) -> Self {
         self.packed_documents = false;
@@ -70,6 +73,14 @@ impl ModelCapabilities {
     #[must_use]
     pub const fn with_vision_sharding(mut self) -> Self {
         self.vision_sharding = true;
+        self
+    }
+
+    /// The same for a model that takes the features of its own shard's tokens, in their order, and needs no others: one that
+    /// hands what [`CpStep::encode_media`] returns to [`CpStep::scatter_media`].
+    #[must_use]
+    pub const fn with_local_media(mut self) -> Self {
+        self.local_media = true;
         self
     }
 
@@ -145,6 +156,10 @@ impl ModelCapabilities {
         if reads_media && config.vision.enabled && world_size > 1 && !self.vision_sharding {
             violations.push(Violation::VisionSharding { world_size });
         }
+        if reads_media && config.vision.delivery == VisionDelivery::ToConsumers && !self.local_media
+        {
+            violations.push(Violation::VisionDelivery);
+        }
         if config.primary == PrimaryStream::Whole && !self.whole_stream {
             violations.push(Violation::WholeStream);
         }
@@ -186,6 +201,13 @@ pub enum Violation {
         /// Ranks of the group.
         world_size: usize,
     },
+    /// Vision features would go to the ranks whose tokens they are.
+    #[error(
+        "vision features would go only to the ranks whose shards hold their tokens, which the model does not declare to \
+         allow: set vision.delivery = \"gathered\" so that every rank is given all of them, or declare local_media in a model \
+         that takes those of its own tokens"
+    )]
+    VisionDelivery,
     /// The batch brings deepstack features.
     #[error(
         "the batch brings deepstack features for {num_layers} layers, which the model would ignore: leave them out, or \

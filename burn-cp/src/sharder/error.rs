@@ -2,12 +2,8 @@
 
 use super::CapabilityError;
 use crate::{
-    attention::{PrepareError, StrategyError},
-    batch::BatchError,
-    comm::CommError,
-    layout::LayoutError,
-    plan::PlanError,
-    vision::VisionError,
+    attention::PrepareError, batch::BatchError, comm::CommError, layout::LayoutError,
+    plan::PlanError, vision::VisionError,
 };
 
 /// Why a batch could not be sharded, or a step not be run.
@@ -20,15 +16,12 @@ pub enum StepError {
     /// Its tokens cannot be dealt out.
     #[error(transparent)]
     Layout(#[from] LayoutError),
-    /// Attention over it cannot be planned.
+    /// Attention over it cannot be planned, or not be exchanged as asked.
     #[error(transparent)]
     Plan(#[from] PlanError),
     /// A plan contradicts kernels or exchange.
     #[error(transparent)]
     Prepare(#[from] PrepareError),
-    /// The exchange strategy cannot serve the step.
-    #[error(transparent)]
-    Strategy(#[from] StrategyError),
     /// The vision tower failed.
     #[error(transparent)]
     Vision(#[from] VisionError),

@@ -8,7 +8,10 @@ use serde::{
 };
 
 use super::PrimaryStream;
-use crate::{layout::LayoutPolicy, plan::ExchangeStrategy};
+use crate::{
+    layout::{LayoutPolicy, Visibility},
+    plan::ExchangeStrategy,
+};
 
 pub(super) const DEFAULT_LAYOUT: LayoutPolicy = LayoutPolicy::Contiguous { multiple: 1 };
 pub(super) const DEFAULT_EXCHANGE: ExchangeStrategy = ExchangeStrategy::NeededOnly;
@@ -23,17 +26,10 @@ struct Name<T> {
     also: &'static [&'static str],
 }
 
-/// Something known by these names, normalised, that this version does not have.
-struct Unbuilt {
-    written: &'static str,
-    also: &'static [&'static str],
-}
-
 /// All that a field can be called.
 struct Names<T: 'static> {
     default: T,
     names: &'static [Name<T>],
-    unbuilt: &'static [Unbuilt],
 }
 
 const EXCHANGES: Names<ExchangeStrategy> = Names {
@@ -80,7 +76,6 @@ const EXCHANGES: Names<ExchangeStrategy> = Names {
             also: &[],
         },
     ],
-    unbuilt: &[],
 };
 
 const PRIMARIES: Names<PrimaryStream> = Names {
@@ -97,7 +92,6 @@ const PRIMARIES: Names<PrimaryStream> = Names {
             also: &[],
         },
     ],
-    unbuilt: &[],
 };
 
 /// The layouts, before their own values are known.
@@ -106,6 +100,7 @@ enum LayoutName {
     Contiguous,
     HeadTail,
     DualChunkSwap,
+    Balanced,
     Identity,
     Custom,
 }
@@ -129,6 +124,11 @@ const LAYOUTS: Names<LayoutName> = Names {
             also: &["thd", "thd_dual_chunk_swap"],
         },
         Name {
+            value: LayoutName::Balanced,
+            written: "balanced",
+            also: &[],
+        },
+        Name {
             value: LayoutName::Identity,
             written: "identity",
             also: &[],
@@ -139,10 +139,6 @@ const LAYOUTS: Names<LayoutName> = Names {
             also: &[],
         },
     ],
-    unbuilt: &[Unbuilt {
-        written: "balanced",
-        also: &[],
-    }],
 };
 
 fn normalised(name: &str) -> String {
@@ -164,10 +160,7 @@ impl<T: Copy> Names<T> {
             return Ok(self.default);
         }
         let expected = format!("expected one of {}", self.written());
-        match self.unbuilt.iter().find(|one| is(one.written, one.also)) {
-            Some(one) => Err(format!("{expected}; {} is not built yet", one.written)),
-            None => Err(format!("{expected}; got {given:?}")),
-        }
+        Err(format!("{expected}; got {given:?}"))
     }
 
     fn written(&self) -> String {
@@ -219,6 +212,12 @@ impl<'de, T: Copy> Visitor<'de> for ByName<T> {
     }
 }
 
+#[derive(Deserialize, Default)]
+#[serde(default, deny_unknown_fields)]
+struct Balanced {
+    visibility: Visibility,
+}
+
 #[derive(Deserialize)]
 #[serde(default, deny_unknown_fields)]
 struct Contiguous {
@@ -240,6 +239,9 @@ impl ByLayout {
             LayoutName::Contiguous => Ok(DEFAULT_LAYOUT),
             LayoutName::HeadTail => Ok(LayoutPolicy::HeadTail),
             LayoutName::DualChunkSwap => Ok(LayoutPolicy::DualChunkSwap),
+            LayoutName::Balanced => Ok(LayoutPolicy::Balanced {
+                visibility: Visibility::default(),
+            }),
             LayoutName::Identity => Ok(LayoutPolicy::Identity),
             LayoutName::Custom => Err(E::custom(
                 "custom: expected the ranges of every rank, { custom = [[{ start = 0, end = 8 }, ..], ..] }, got only the name",
@@ -281,6 +283,9 @@ impl<'de> Visitor<'de> for ByLayout {
         let layout = match LAYOUTS.find(&name).map_err(A::Error::custom)? {
             LayoutName::Contiguous => LayoutPolicy::Contiguous {
                 multiple: map.next_value::<Contiguous>()?.multiple,
+            },
+            LayoutName::Balanced => LayoutPolicy::Balanced {
+                visibility: map.next_value::<Balanced>()?.visibility,
             },
             LayoutName::Custom => LayoutPolicy::Custom(map.next_value::<Vec<Vec<Range<usize>>>>()?),
             name => {

@@ -2,6 +2,7 @@
 
 use std::{
     collections::{BTreeMap, HashMap},
+    ops::Range,
     sync::{Arc, Mutex, PoisonError},
 };
 
@@ -10,15 +11,15 @@ use burn::tensor::{Bool, Int, Tensor, TensorData, TensorPrimitive, backend::Back
 use super::{ContextParallelConfig, StepError, arrangement::Arrangement, media::LocalPlaceholders};
 use crate::{
     attention::{
-        AttentionCall, AttentionInput, AttentionOptions, AttentionShape, ContextParallelBackend,
-        PreparedAttention, resolve,
+        AttentionCall, AttentionInput, AttentionOptions, ContextParallelBackend, PreparedAttention,
+        resolve,
     },
     batch::Media,
     collectives::{CollectiveElement, Payload},
     comm::ProcessGroup,
     layout::{Documents, TokenLayout},
-    plan::{AttentionPlan, ExchangeStrategy, MaskKind},
-    vision::{FrameSharded, FrameShares, VisionFeatures, VisionTower},
+    plan::{AttentionPlan, CostShape, ExchangeStrategy, MaskKind},
+    vision::{FrameSharded, FrameShares, VisionDelivery, VisionFeatures, VisionTower},
 };
 
 /// The primary stream as the model is given it.
@@ -242,17 +243,31 @@ impl<B: ContextParallelBackend> CpStep<B> {
         self.inner.local.media_rows.mask(self.device())
     }
 
-    /// Feature rows of the whole batch's media, `[media tokens, width]`, at this rank's tokens: `[batch, local_tokens, width]`,
-    /// zeros where a token has none.
+    /// Feature rows of the whole batch's media that this rank's tokens take, in the order of its tokens, as runs.
+    pub fn media_rows(&self) -> Vec<Range<usize>> {
+        self.inner.local.media_rows.wanted()
+    }
+
+    /// Feature rows as [`Self::encode_media`] returns them, `[media tokens, width]`, at this rank's tokens:
+    /// `[batch, local_tokens, width]`, zeros where a token has none.
     ///
     /// # Panics
-    /// Another number of rows than the batch has placeholders.
+    /// Another number of rows: than the batch has placeholders, or where features go to their consumers than this rank has.
     pub fn scatter_media(&self, features: Tensor<B, 2>) -> Tensor<B, 3> {
-        self.inner.local.media_rows.scatter(features)
+        let media_rows = &self.inner.local.media_rows;
+        match self.inner.config.vision.delivery {
+            VisionDelivery::Gathered => media_rows.scatter(features),
+            VisionDelivery::ToConsumers => media_rows.scatter_own(features),
+        }
     }
 
     /// Runs a vision tower over the batch's media, split by frames over the group if the configuration says so. `None`, on
     /// every rank, where the batch has none. Every rank of the group must call it.
+    ///
+    /// The features are those of the whole batch, or where the configuration says
+    /// [`ToConsumers`](VisionDelivery::ToConsumers) those of this rank's tokens in the order of its tokens
+    /// ([`Self::media_rows`]), split or not; a rank without such tokens is given one row that stands for nothing.
+    /// [`Self::scatter_media`] takes either.
     ///
     /// # Errors
     /// The tower has another merge size than the media, or it fails on any rank.
@@ -302,7 +317,8 @@ impl<B: ContextParallelBackend> CpStep<B> {
         } else {
             Tensor::cat(pixels, 0)
         };
-        let sharded = self.frame_sharded(tower);
+        let rows = self.media_rows();
+        let sharded = self.frame_sharded(tower).for_rows(&rows);
         let sharded = match group {
             Some(group) => sharded.over(group),
             None => sharded,
@@ -419,11 +435,12 @@ impl<B: ContextParallelBackend> CpStep<B> {
     /// The strategy cannot serve this step's layout and documents, or these heads.
     pub fn exchange(
         &self,
-        shape: &AttentionShape,
+        shape: &CostShape,
         options: &AttentionOptions,
     ) -> Result<ExchangeStrategy, StepError> {
         let plan = self.plan(options.mask)?;
-        Ok(resolve(&plan, self.inner.config.exchange, shape)?)
+        let config = &self.inner.config;
+        Ok(resolve(&plan, config.exchange, config.overlap, shape)?)
     }
 
     /// What [`Self::attention`] runs, for callers below autodiff that want the log-sum-exponentials too

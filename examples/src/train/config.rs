@@ -3,8 +3,11 @@
 use std::{fs, path::Path};
 
 use burn_cp::{
-    layout::LayoutPolicy, mesh::DeviceMesh, plan::ExchangeStrategy, sharder::ContextParallelConfig,
-    vision::VisionShardingConfig,
+    layout::{LayoutPolicy, Visibility},
+    mesh::DeviceMesh,
+    plan::ExchangeStrategy,
+    sharder::ContextParallelConfig,
+    vision::{VisionDelivery, VisionShardingConfig},
 };
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
@@ -49,6 +52,8 @@ pub enum Layout {
     /// Head and tail of every document, which balances packed ones too; the packs of a step become one stream, and every
     /// document is padded to a multiple of two chunks per rank.
     DualChunkSwap,
+    /// Even work and few keys and values received; the packs of a step become one stream, and ranks own unevenly many tokens.
+    Balanced,
 }
 
 /// How keys and values get to the ranks that need them.
@@ -69,6 +74,16 @@ pub enum Vision {
     Replicated,
     /// Frames are split over the ranks, however few there are.
     Sharded,
+}
+
+/// Which ranks are given the vision tower's features.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum Delivery {
+    /// Every rank gets all of them.
+    Gathered,
+    /// Every rank gets those of its own tokens.
+    ToConsumers,
 }
 
 /// What backward keeps and what it computes again.
@@ -107,6 +122,8 @@ pub struct TrainConfig {
     pub exchange: Exchange,
     /// Where the vision tower runs.
     pub vision: Vision,
+    /// Who is given the vision tower's features.
+    pub vision_delivery: Delivery,
     /// Whether the vision tower is left as it was initialised.
     pub freeze_vision: bool,
     /// What backward computes again.
@@ -152,6 +169,7 @@ impl Default for TrainConfig {
             layout: Layout::HeadTail,
             exchange: Exchange::NeededOnly,
             vision: Vision::Sharded,
+            vision_delivery: Delivery::Gathered,
             freeze_vision: false,
             checkpointing: Checkpointing::None,
             steps: 600,
@@ -233,6 +251,9 @@ impl TrainConfig {
                 Layout::Contiguous => LayoutPolicy::Contiguous { multiple: 1 },
                 Layout::HeadTail => LayoutPolicy::HeadTail,
                 Layout::DualChunkSwap => LayoutPolicy::DualChunkSwap,
+                Layout::Balanced => LayoutPolicy::Balanced {
+                    visibility: Visibility::default(),
+                },
             },
             exchange: match self.exchange {
                 Exchange::AllGather => ExchangeStrategy::AllGather,
@@ -241,16 +262,23 @@ impl TrainConfig {
             vision: match self.vision {
                 Vision::Replicated => VisionShardingConfig::replicated(),
                 Vision::Sharded => VisionShardingConfig::always(),
-            },
+            }
+            .with_delivery(match self.vision_delivery {
+                Delivery::Gathered => VisionDelivery::Gathered,
+                Delivery::ToConsumers => VisionDelivery::ToConsumers,
+            }),
             padding_token_id: vocabulary::PAD,
             ..ContextParallelConfig::default()
         }
     }
 
-    /// What every document is padded to a multiple of, where the layout needs it.
+    /// What every document is padded to a multiple of, where the layout takes one stream of documents.
     pub fn alignment(&self) -> Option<usize> {
-        let chunks = 2 * self.ranks / self.dp.max(1);
-        (self.layout == Layout::DualChunkSwap).then_some(chunks)
+        match self.layout {
+            Layout::Contiguous | Layout::HeadTail => None,
+            Layout::DualChunkSwap => Some(2 * self.ranks / self.dp.max(1)),
+            Layout::Balanced => Some(1),
+        }
     }
 
     /// The packs of one split.
@@ -281,6 +309,7 @@ impl TrainConfig {
             dp: 1,
             layout: Layout::Contiguous,
             vision: Vision::Replicated,
+            vision_delivery: Delivery::Gathered,
             ..self.clone()
         }
     }

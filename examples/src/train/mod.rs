@@ -22,7 +22,7 @@ mod worker;
 pub use batches::to_batch;
 pub use checkpoint::{CheckpointError, TrainState};
 pub use config::{
-    Checkpointing, ConfigFileError, Device, Exchange, Layout, ModelSize, TrainConfig,
+    Checkpointing, ConfigFileError, Delivery, Device, Exchange, Layout, ModelSize, TrainConfig,
     TrainConfigError, Vision, load_config,
 };
 #[cfg(feature = "flex")]

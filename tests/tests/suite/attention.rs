@@ -15,12 +15,12 @@ use burn::{
 };
 use burn_cp::{
     attention::{
-        AttentionInput, AttentionOptions, AttentionShape, ContextParallelBackend, InnerAttention,
-        StrategyError, attend_with_lse, resolve,
+        AttentionInput, AttentionOptions, ContextParallelBackend, InnerAttention, attend_with_lse,
+        resolve,
     },
     batch::SequenceBatch,
     layout::{AlignedDocuments, Documents, LayoutPolicy},
-    plan::{AttentionPlan, ExchangeStrategy},
+    plan::{AttentionPlan, CostShape, ExchangeStrategy, PlanError},
     sharder::{ContextParallelConfig, Coordinates, CpStep},
 };
 use burn_cp_tests::{
@@ -99,7 +99,7 @@ impl Case {
     }
 
     /// The strategy that the case takes, from its plan alone.
-    pub(crate) fn strategy(&self) -> Result<ExchangeStrategy, StrategyError> {
+    pub(crate) fn strategy(&self) -> Result<ExchangeStrategy, PlanError> {
         let documents = match &self.placed {
             Some(placed) => &placed.documents,
             None => &self.documents,
@@ -107,14 +107,14 @@ impl Case {
         let layout = self.layout.layout(documents, self.world_size).unwrap();
         let documents = documents.padded_to(layout.seq_len()).unwrap();
         let plan = AttentionPlan::new(documents.into(), layout.into(), self.options.mask).unwrap();
-        let shape = AttentionShape {
+        let shape = CostShape {
             num_heads: self.problem.num_heads,
             num_kv_heads: self.problem.num_kv_heads,
             head_dim: self.problem.head_dim,
             v_head_dim: self.problem.v_head_dim,
             bytes_per_element: 4,
         };
-        resolve(&plan, self.exchange, &shape)
+        resolve(&plan, self.exchange, self.overlap, &shape)
     }
 
     pub(crate) fn inputs(&self, random: &mut Random) -> [Vec<f64>; 4] {

@@ -3,7 +3,9 @@
     reason = "lists of one token range are what these tests are about"
 )]
 
+mod balanced;
 mod contracts;
+mod predict;
 mod properties;
 mod tables;
 
