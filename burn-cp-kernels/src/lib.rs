@@ -55,6 +55,7 @@ pub use backends::AttentionRuntime;
 pub use backends::{AttentionBackend, VarlenAttentionBackend};
 pub use definition::{
     AttentionBackwardInput, AttentionError, AttentionGradients, AttentionInput, AttentionOptions,
-    AttentionOutput, AttentionProblem, Dropout, Routine, RoutineChoice, Segment, Segments, Window,
+    AttentionOutput, AttentionProblem, Dropout, DropoutPlace, Routine, RoutineChoice, Segment,
+    Segments, Window,
 };
 pub use drop_in::attention;

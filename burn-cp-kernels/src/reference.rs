@@ -3,7 +3,7 @@
 //!
 //! Buffers are row-major with the shapes of [`AttentionProblem`].
 
-use crate::definition::{AttentionOptions, AttentionProblem, Segment, Segments};
+use crate::definition::{AttentionOptions, AttentionProblem, DropoutPlace, Segment, Segments};
 
 /// Queries, keys, values and, where there are any, sinks, as slices.
 #[derive(Debug, Clone, Copy)]
@@ -154,12 +154,12 @@ fn for_each_row(
     options: &AttentionOptions,
     mut visit: impl FnMut(Row),
 ) {
-    for (segment, document) in segments.iter().zip(segments.documents()) {
+    for (segment, place) in segments.iter().zip(segments.places()) {
         for head in 0..problem.num_heads {
             for t in 0..segment.num_q() {
                 let place = Place {
                     segment,
-                    document: *document,
+                    place: *place,
                     head,
                     t,
                 };
@@ -173,7 +173,7 @@ fn for_each_row(
 
 struct Place<'a> {
     segment: &'a Segment,
-    document: u32,
+    place: DropoutPlace,
     head: usize,
     t: usize,
 }
@@ -187,7 +187,7 @@ impl Place<'_> {
     ) -> Option<Row> {
         let &Self {
             segment,
-            document,
+            place,
             head,
             t,
         } = self;
@@ -219,7 +219,7 @@ impl Place<'_> {
         };
         let row = options
             .dropout
-            .map(|dropout| dropout.row(segment, document, head, t));
+            .map(|dropout| dropout.row(segment, place, head, t));
         let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         let sum: f64 = scores.iter().map(|score| (score - max).exp()).sum();
         let sink = input.sinks.map_or(0.0, |sinks| (sinks[head] - max).exp());

@@ -14,6 +14,7 @@
 //! | [`vision`] | the vision tower, split by frames |
 //! | [`attention`] | exchange and kernel as one operation |
 //! | [`sharder`] | batches to steps, and the token verbs |
+//! | [`recurrent`] | sequence order, causal convolutions and states across ranks |
 //! | [`nn`] | models and layers over steps |
 //! | [`loss`], [`optim`] | token-mean losses, gradients over ranks |
 //! | [`launch`] | ranks as threads or processes |
@@ -33,6 +34,7 @@ pub mod mesh;
 pub mod nn;
 pub mod optim;
 pub mod plan;
+pub mod recurrent;
 pub mod sharder;
 pub mod vision;
 

@@ -250,7 +250,7 @@ fn wrong_flags_are_refused_before_anything_is_written() {
         (&["--steps", "0"], "steps: expected at least 1, got 0"),
         (
             &["--layout", "striped"],
-            "possible values: contiguous, head-tail, dual-chunk-swap",
+            "possible values: contiguous, head-tail, dual-chunk-swap, balanced",
         ),
         (&["--rank", "2"], "unexpected argument"),
         (&["--resume", "--compare"], "cannot be used with"),

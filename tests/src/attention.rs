@@ -2,6 +2,8 @@
 //!
 //! Both start from documents and a dense mask and share no code with burn-cp or its kernels.
 
+use std::ops::Range;
+
 use burn::tensor::{
     Bool, DType, Tensor, TensorData,
     activation::softmax,
@@ -62,8 +64,8 @@ pub struct Attention {
     pub dv: Vec<f64>,
 }
 
-/// Which key each query sees, `[batch][query · tokens + key]`, from the definition: both are real tokens of one document, and the
-/// distance of their places among its real tokens suits the mask.
+/// Which key each query sees, `[batch][query · tokens + key]`, from the definition: both are real tokens of one document, and their
+/// places among its real tokens suit the mask.
 pub fn visible(documents: &Documents, mask: MaskKind) -> Vec<Vec<bool>> {
     let tokens = documents.seq_len();
     let see = |row: usize| {
@@ -74,12 +76,7 @@ pub fn visible(documents: &Documents, mask: MaskKind) -> Vec<Vec<bool>> {
             }
         }
         let sees = |query: usize, key: usize| match (place[query], place[key]) {
-            (Some((a, q)), Some((b, k))) if a == b => match mask {
-                MaskKind::Full => true,
-                MaskKind::Causal { window } => {
-                    k <= q && window.is_none_or(|window| q - k <= window)
-                }
-            },
+            (Some((a, q)), Some((b, k))) => a == b && suits(documents, mask, (row, a), (q, k)),
             _ => false,
         };
         (0..tokens * tokens)
@@ -87,6 +84,28 @@ pub fn visible(documents: &Documents, mask: MaskKind) -> Vec<Vec<bool>> {
             .collect()
     };
     (0..documents.batch_size()).map(see).collect()
+}
+
+/// Whether the token at position `q` of a document sees the one at position `k`.
+fn suits(
+    documents: &Documents,
+    mask: MaskKind,
+    (row, document): (usize, usize),
+    (q, k): (usize, usize),
+) -> bool {
+    let holds_both = |tokens: &Range<usize>| tokens.contains(&q) && tokens.contains(&k);
+    match mask {
+        MaskKind::Full => true,
+        MaskKind::Causal { window } => k <= q && window.is_none_or(|window| q - k <= window),
+        MaskKind::CausalWithSpans { .. } => {
+            k <= q || documents.spans(row, document).iter().any(holds_both)
+        }
+        MaskKind::Prefix { .. } => k <= q || holds_both(&(0..documents.prefix(row, document))),
+        MaskKind::PerDocument { .. } => {
+            let own = documents.mask(row, document).expect("masks of documents");
+            suits(documents, own, (row, document), (q, k))
+        }
+    }
 }
 
 fn dot(a: &[f64], b: &[f64]) -> f64 {

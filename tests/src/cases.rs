@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use burn_cp::{
-    layout::{AlignedDocuments, Document, Documents, LayoutPolicy, Placement},
+    layout::{AlignedDocuments, Document, Documents, LayoutPolicy, Placement, Visibility},
     plan::MaskKind,
 };
 
@@ -94,7 +94,7 @@ pub fn random_layout(random: &mut Random, world_size: usize, seq_len: usize) -> 
 }
 
 /// A way to move documents to other places, and how to deal them out then: as dual-chunk-swap wants them, in one row where every
-/// document is padded to a multiple of two chunks per rank; rows one behind the other; rows in which documents got room.
+/// document is padded to a multiple of two chunks per rank; rows one behind the other, perhaps balanced; rows in which documents got room.
 pub fn random_placement(
     random: &mut Random,
     documents: &Documents,
@@ -102,12 +102,19 @@ pub fn random_placement(
 ) -> (AlignedDocuments, LayoutPolicy) {
     let size = [documents.batch_size(), documents.seq_len()];
     let aligned = |multiple| documents.aligned(multiple).expect("lengths that fit");
-    let placed = match random.int(0..=3) {
+    let placed = match random.int(0..=4) {
         0 => AlignedDocuments {
             documents: documents.flattened(),
             placement: Placement::flat(size[0], size[1]).expect("some tokens"),
         },
         1 => aligned(random.int(1..=5)),
+        2 => {
+            let placed = AlignedDocuments {
+                documents: documents.flattened(),
+                placement: Placement::flat(size[0], size[1]).expect("some tokens"),
+            };
+            return (placed, random_balanced(random));
+        }
         _ => {
             return (
                 aligned(2 * world_size).flattened(),
@@ -117,6 +124,19 @@ pub fn random_placement(
     };
     let layout = random_layout(random, world_size, placed.documents.seq_len());
     (placed, layout)
+}
+
+/// Balanced for the mask of a call or for another one, which changes who owns what and nothing else.
+fn random_balanced(random: &mut Random) -> LayoutPolicy {
+    LayoutPolicy::Balanced {
+        visibility: match random.int(0..=2) {
+            0 => Visibility::Full,
+            1 => Visibility::Causal {
+                window: Some(random.one_of(&[0, 3, 40])),
+            },
+            _ => Visibility::default(),
+        },
+    }
 }
 
 fn random_ranges(random: &mut Random, world_size: usize, seq_len: usize) -> Vec<Vec<Range<usize>>> {
@@ -144,11 +164,75 @@ fn random_ranges(random: &mut Random, world_size: usize, seq_len: usize) -> Vec<
     ranks
 }
 
-/// Causal, causal with a window, or full.
+/// The documents with spans, a prefix each and a mask each, so that every mask can be asked for.
+///
+/// # Panics
+/// Never: what is drawn fits.
+pub fn random_marks(random: &mut Random, documents: &Documents) -> Documents {
+    let (mut spans, mut prefixes, mut masks) = (Vec::new(), Vec::new(), Vec::new());
+    for row in documents.rows() {
+        let (mut of_row, mut prefix, mut own) = (Vec::new(), Vec::new(), Vec::new());
+        for document in row {
+            let tokens: Vec<usize> = document.runs.iter().cloned().flatten().collect();
+            let mut at = 0;
+            while at < tokens.len() && !random.once_in(4) {
+                let first = at + random.one_of(&[0, 0, 1, 4]);
+                at = (first + random.one_of(&[1, 2, 5, 40])).min(tokens.len());
+                if first < at {
+                    of_row.push(tokens[first]..tokens[at - 1] + 1);
+                }
+            }
+            let most = if random.once_in(3) { 0 } else { tokens.len() };
+            prefix.push(random.int(0..=most));
+            own.push(random.one_of(&[
+                MaskKind::CAUSAL,
+                MaskKind::Full,
+                MaskKind::Causal { window: Some(3) },
+                MaskKind::CAUSAL_WITH_SPANS,
+                MaskKind::PREFIX,
+            ]));
+        }
+        spans.push(of_row);
+        prefixes.push(prefix);
+        masks.push(own);
+    }
+    (documents.clone().with_spans(&spans))
+        .and_then(|documents| documents.with_prefixes(prefixes))
+        .and_then(|documents| documents.with_masks(masks))
+        .expect("marks within their documents")
+}
+
+/// By row the tokens of each span: from its first to behind its last one.
+pub fn span_tokens(documents: &Documents) -> Vec<Vec<Range<usize>>> {
+    let of_row = |row: usize| {
+        let mut spans = Vec::new();
+        for (index, document) in documents.row(row).iter().enumerate() {
+            let tokens: Vec<usize> = document.runs.iter().cloned().flatten().collect();
+            let of_document = documents.spans(row, index).iter();
+            spans.extend(of_document.map(|span| tokens[span.start]..tokens[span.end - 1] + 1));
+        }
+        spans
+    };
+    (0..documents.batch_size()).map(of_row).collect()
+}
+
+/// The same documents without spans, prefixes and masks.
+///
+/// # Panics
+/// Never: the documents are a legal table.
+pub fn unmarked(documents: &Documents) -> Documents {
+    let rows = documents.rows().map(<[Document]>::to_vec).collect();
+    Documents::from_runs(rows, documents.seq_len()).expect("documents of a table")
+}
+
+/// Any mask; documents with [`random_marks`] serve all of them.
 pub fn random_mask(random: &mut Random) -> MaskKind {
-    match random.int(0..=4) {
+    match random.int(0..=9) {
         0 => MaskKind::Full,
         1 | 2 => MaskKind::CAUSAL,
+        3 | 4 => MaskKind::CAUSAL_WITH_SPANS,
+        5 => MaskKind::PREFIX,
+        6 => MaskKind::PER_DOCUMENT,
         _ => MaskKind::Causal {
             window: Some(random.one_of(&[0, 1, 2, 5, 16, 100, usize::MAX])),
         },

@@ -7,7 +7,7 @@ use burn_cp::{
     plan::MaskKind,
 };
 
-use crate::{Random, visible};
+use crate::{Random, span_tokens, visible};
 
 /// A way to tell a batch which tokens form which document.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -63,6 +63,14 @@ impl Form {
         forms.into_iter().find(expresses).unwrap_or(Self::Table)
     }
 
+    /// Whether the batch's documents are then as many, in the same order, empty ones included.
+    pub fn keeps_table(self) -> bool {
+        matches!(
+            self,
+            Self::Table | Self::SeqLens | Self::PaddedSeqLens | Self::CuSeqlens | Self::PaddingMask
+        )
+    }
+
     /// Whether which tokens see each other can be said in this form.
     fn expresses(self, documents: &Documents) -> bool {
         let all = |holds: fn(&[Document]) -> bool| documents.rows().all(holds);
@@ -109,7 +117,35 @@ impl Form {
         }
     }
 
-    /// The batch, told in this form.
+    /// The batch, told in this form, with the spans of the documents and, where the form keeps the table, their prefixes and
+    /// masks: as part of the table, or by the batch.
+    ///
+    /// # Panics
+    /// The documents cannot be said in this form.
+    pub fn tell_marked<B: Backend>(
+        self,
+        batch: SequenceBatch<B>,
+        documents: &Documents,
+    ) -> SequenceBatch<B> {
+        let mut batch = self.tell(batch, documents);
+        if self == Self::Table {
+            return batch;
+        }
+        if documents.has_spans() {
+            batch = batch.with_spans(span_tokens(documents));
+        }
+        if documents.has_prefixes() && self.keeps_table() {
+            let prefixes = of_each(documents, |row, index| documents.prefix(row, index));
+            batch = batch.with_prefixes(prefixes);
+        }
+        if documents.has_masks() && self.keeps_table() {
+            let mask = |row, index| documents.mask(row, index).expect("masks of documents");
+            batch = batch.with_masks(of_each(documents, mask));
+        }
+        batch
+    }
+
+    /// The batch, told in this form. Spans, prefixes and masks of the documents are told in form [`Self::Table`] only.
     ///
     /// # Panics
     /// The documents cannot be said in this form.
@@ -186,6 +222,12 @@ impl Form {
         };
         told.unwrap_or_else(|error| panic!("{self:?} of {documents:?}: {error}"))
     }
+}
+
+fn of_each<T>(documents: &Documents, what: impl Fn(usize, usize) -> T) -> Vec<Vec<T>> {
+    let rows = documents.rows().enumerate();
+    rows.map(|(row, table)| (0..table.len()).map(|index| what(row, index)).collect())
+        .collect()
 }
 
 fn from_token_ids(documents: &Documents) -> Documents {

@@ -4,6 +4,8 @@ use std::ops::Range;
 
 use burn::tensor::{BasicOps, Bool, DType, Int, Tensor, TensorData, backend::Backend};
 
+use crate::device;
+
 /// A row-major array of three dims.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Host {
@@ -83,7 +85,7 @@ impl Host {
 
     /// A float tensor of this dtype.
     pub fn tensor<B: Backend>(&self, dtype: DType) -> Tensor<B, 3> {
-        let device = B::Device::default();
+        let device = device::<B::Device>();
         // CubeCL's CUDA runtime cannot be given what has no elements.
         if self.values.is_empty() {
             return Tensor::empty(self.shape, (&device, dtype));
@@ -96,9 +98,9 @@ impl Host {
         #[allow(clippy::cast_possible_truncation)]
         let values: Vec<i64> = self.values.iter().map(|value| *value as i64).collect();
         if values.is_empty() {
-            return Tensor::empty(self.shape, &B::Device::default());
+            return Tensor::empty(self.shape, &device::<B::Device>());
         }
-        Tensor::from_data(TensorData::new(values, self.shape), &B::Device::default())
+        Tensor::from_data(TensorData::new(values, self.shape), &device::<B::Device>())
     }
 
     /// A tensor of which values are not 0.
@@ -106,9 +108,9 @@ impl Host {
         // Not from integers: Burn's CubeCL backends cannot compare tensors without elements.
         let values: Vec<bool> = self.values.iter().map(|value| *value != 0.0).collect();
         if values.is_empty() {
-            return Tensor::empty(self.shape, &B::Device::default());
+            return Tensor::empty(self.shape, &device::<B::Device>());
         }
-        Tensor::from_data(TensorData::new(values, self.shape), &B::Device::default())
+        Tensor::from_data(TensorData::new(values, self.shape), &device::<B::Device>())
     }
 
     /// What a tensor holds.

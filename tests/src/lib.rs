@@ -6,6 +6,7 @@
 mod attention;
 mod backend;
 mod cases;
+mod device;
 mod forms;
 mod host;
 mod random;
@@ -13,8 +14,33 @@ mod worlds;
 
 pub use attention::{Attention, Problem, attention_in_f64, attention_in_tensor_ops, visible};
 pub use backend::{DEVICE, DTYPES, TestBackend, head_dim};
-pub use cases::{random_documents, random_layout, random_mask, random_placement};
+pub use cases::{
+    random_documents, random_layout, random_marks, random_mask, random_placement, span_tokens,
+    unmarked,
+};
+pub use device::{device, enter_rank};
 pub use forms::Form;
 pub use host::{Host, floats, ints, relative_error, to_bits};
 pub use random::Random;
 pub use worlds::{backward, on_groups, on_ranks, sharder, with_deadline};
+
+/// The guide's code, compiled and run.
+#[cfg(doctest)]
+mod guide {
+    #[doc = include_str!("../../docs/concepts.md")]
+    struct Concepts;
+    #[doc = include_str!("../../docs/layout-and-exchange.md")]
+    struct LayoutAndExchange;
+    #[doc = include_str!("../../docs/vision-tower.md")]
+    struct VisionTower;
+    #[doc = include_str!("../../docs/loss-and-gradients.md")]
+    struct LossAndGradients;
+    #[doc = include_str!("../../docs/debugging.md")]
+    struct Debugging;
+    #[doc = include_str!("../../docs/gpus.md")]
+    struct Gpus;
+    #[doc = include_str!("../../docs/processes.md")]
+    struct Processes;
+    #[doc = include_str!("../../docs/faq.md")]
+    struct Faq;
+}

@@ -10,6 +10,8 @@ use burn_cp::{
     sharder::{ContextParallel, ContextParallelConfig},
 };
 
+use crate::enter_rank;
+
 /// Runs `f` on every rank of a mesh and returns the results in rank order; a rank waits for its peers for so long at most.
 ///
 /// # Errors
@@ -25,6 +27,7 @@ pub fn with_deadline<T: Send>(
         ..ThreadsOptions::default()
     };
     launch::threads_with(mesh.world_size(), options, |rank| {
+        enter_rank(&rank);
         Ok::<_, CommError>(f(comm::bind(&mesh, &rank)?))
     })
 }

@@ -1,5 +1,10 @@
 //! Results against the f64 reference, and bits.
 
+use std::sync::{
+    OnceLock,
+    atomic::{AtomicUsize, Ordering},
+};
+
 use burn::tensor::{
     DType,
     backend::Backend,
@@ -44,39 +49,85 @@ fn errors(actual: &Results, expected: &Results) -> Vec<(&'static str, f64)> {
         .collect()
 }
 
-/// Runs a case by a routine: errors of at most 4 eps, in f32 plus twice those of textbook attention in f32. `lse` is f32 in
-/// every dtype, and judged as such.
-fn judge(name: &str, mut case: Case, dtype: (DType, f64), routine: Routine, backward: bool) -> u32 {
-    if !wanted(routine) {
-        return 0;
+/// A case for a routine.
+struct Job {
+    name: String,
+    case: Case,
+    dtype: (DType, f64),
+    routine: Routine,
+}
+
+/// What a case's results are judged by, made on the host.
+struct Standard {
+    expected: Results,
+    /// Largest relative errors: 4 eps, in f32 plus twice those of textbook attention in f32. `lse` is f32 in every dtype, and judged as
+    /// such.
+    bounds: Vec<f64>,
+}
+
+impl Job {
+    fn standard(&self) -> Standard {
+        let expected = self.case.expected();
+        let plain = self.case.plain();
+        let options = &self.case.options;
+        let textbook = if options.softcap.is_none() && options.dropout.is_none() {
+            errors(&plain.textbook(), &expected)
+        } else {
+            errors(&plain.textbook(), &plain.expected())
+        };
+        let bounds = textbook.iter().map(|(name, error)| {
+            if self.dtype.0 == DType::F32 || *name == "lse" {
+                4.0 * f64::from(f32::EPSILON) + 2.0 * error
+            } else {
+                4.0 * self.dtype.1
+            }
+        });
+        let bounds = bounds.collect();
+        Standard { expected, bounds }
     }
-    let expected = case.expected();
-    case.options = case.options.clone().with_routine(routine);
-    let errors_of = |case: &Case| errors(&case.run(backward), &expected);
-    let ours = errors_of(&case);
-    let mut bounds = vec![4.0 * dtype.1; ours.len()];
-    let plain = case.plain();
-    let textbook = errors(&plain.textbook(), &plain.expected());
-    let f32_bounds = textbook
-        .iter()
-        .map(|(name, error)| (*name, 4.0 * f64::from(f32::EPSILON) + 2.0 * error));
-    for (bound, (name, f32_bound)) in bounds.iter_mut().zip(f32_bounds) {
-        if dtype.0 == DType::F32 || name == "lse" {
-            *bound = f32_bound;
+
+    /// Runs the case; whether a result is wrong.
+    fn judge(&mut self, standard: &Standard) -> u32 {
+        let routine = self.routine;
+        self.case.options = self.case.options.clone().with_routine(routine);
+        let ours = errors(&self.case.run(true), &standard.expected);
+        let wrong = ours
+            .iter()
+            .zip(&standard.bounds)
+            .filter(|((_, error), bound)| error.is_nan() || *error > **bound)
+            .count();
+        let list: Vec<String> = ours
+            .iter()
+            .map(|(name, error)| format!("{name} {error:.1e}"))
+            .collect();
+        let mark = if wrong > 0 { "  WRONG" } else { "" };
+        let (name, dtype) = (&self.name, self.dtype.0);
+        println!("{routine} {dtype:?} {name}: {}{mark}", list.join(", "));
+        wrong as u32
+    }
+}
+
+/// Runs the jobs whose routine is asked for. Their standards are made on all cores of the host, which takes longer than the runs.
+fn judge_all(mut jobs: Vec<Job>) -> u32 {
+    jobs.retain(|job| wanted(job.routine));
+    let next = AtomicUsize::new(0);
+    let standards: Vec<OnceLock<Standard>> = jobs.iter().map(|_| OnceLock::new()).collect();
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    std::thread::scope(|scope| {
+        for _ in 0..cores {
+            scope.spawn(|| {
+                while let Some(index) =
+                    Some(next.fetch_add(1, Ordering::Relaxed)).filter(|index| *index < jobs.len())
+                {
+                    standards[index].get_or_init(|| jobs[index].standard());
+                }
+            });
         }
-    }
-    let wrong = ours
-        .iter()
-        .zip(&bounds)
-        .filter(|((_, error), bound)| error.is_nan() || *error > **bound)
-        .count();
-    let list: Vec<String> = ours
-        .iter()
-        .map(|(name, error)| format!("{name} {error:.1e}"))
-        .collect();
-    let mark = if wrong > 0 { "  WRONG" } else { "" };
-    println!("{routine} {:?} {name}: {}{mark}", dtype.0, list.join(", "));
-    wrong as u32
+    });
+    jobs.iter_mut()
+        .zip(standards)
+        .filter_map(|(job, standard)| Some(job.judge(&standard.into_inner()?)))
+        .sum()
 }
 
 fn options() -> AttentionOptions {
@@ -85,53 +136,96 @@ fn options() -> AttentionOptions {
 
 /// Every routine on every list of segments.
 pub(crate) fn check() -> u32 {
-    let mut wrong = 0;
+    let mut jobs = Vec::new();
     for dtype in EPS {
         for (name, segments) in lists() {
             let new = |heads, dims| Case::new(segments.clone(), heads, dims, options(), dtype.0);
-            let mut run = |routine, heads: (usize, usize), dims: (usize, usize)| {
-                let name = format!("{name}, heads {heads:?}, dims {dims:?}");
-                wrong += judge(&name, new(heads, dims), dtype, routine, true);
+            let mut add = |routine, heads: (usize, usize), dims: (usize, usize)| {
+                jobs.push(Job {
+                    name: format!("{name}, heads {heads:?}, dims {dims:?}"),
+                    case: new(heads, dims),
+                    dtype,
+                    routine,
+                });
             };
             if dtype.0 != DType::F32 {
-                run(Routine::Hopper, (4, 2), (128, 128));
-                run(Routine::Hopper, (4, 1), (64, 64));
-                run(Routine::Hopper, (2, 2), (64, 64));
-                run(Routine::TensorCore, (4, 2), (128, 128));
-                run(Routine::TensorCore, (2, 2), (64, 64));
-                run(Routine::TensorCore, (3, 3), (40, 72));
+                add(Routine::Hopper, (4, 2), (128, 128));
+                add(Routine::Hopper, (4, 1), (64, 64));
+                add(Routine::Hopper, (2, 2), (64, 64));
+                add(Routine::TensorCore, (4, 2), (128, 128));
+                add(Routine::TensorCore, (2, 2), (64, 64));
+                add(Routine::TensorCore, (3, 3), (40, 72));
             }
             if dtype.0 == DType::BF16 {
-                run(Routine::Hopper, (2, 1), (192, 128));
-                run(Routine::Hopper, (2, 1), (256, 256));
-                run(Routine::Hopper, (3, 3), (72, 40));
-                run(Routine::TensorCore, (2, 1), (192, 128));
-                run(Routine::TensorCore, (2, 1), (256, 256));
-                run(Routine::TensorCore, (4, 1), (96, 32));
+                add(Routine::Hopper, (2, 1), (192, 128));
+                add(Routine::Hopper, (2, 1), (256, 256));
+                add(Routine::Hopper, (3, 3), (72, 40));
+                add(Routine::TensorCore, (2, 1), (192, 128));
+                add(Routine::TensorCore, (2, 1), (256, 256));
+                add(Routine::TensorCore, (2, 1), (120, 128));
+                add(Routine::TensorCore, (4, 1), (96, 32));
             }
-            run(Routine::Portable, (2, 1), (128, 128));
-            run(Routine::Portable, (3, 3), (40, 72));
+            add(Routine::Portable, (2, 1), (128, 128));
+            add(Routine::Portable, (3, 3), (40, 72));
         }
-        let segments = lists().swap_remove(2).1;
-        let new = |options, dims| Case::new(segments.clone(), (4, 2), dims, options, dtype.0);
-        let capped = || options().with_softcap(2.0);
-        let dropped = capped().with_dropout(Dropout::new(0.2, 9));
-        let case = new(dropped, (96, 256)).with_sinks();
-        wrong += judge(
-            "softcap, sinks, dropout",
-            case,
-            dtype,
-            Routine::Portable,
-            true,
-        );
-        if dtype.0 != DType::F32 {
-            for routine in [Routine::Hopper, Routine::TensorCore] {
-                let case = new(capped(), (128, 128)).with_sinks();
-                wrong += judge("softcap, sinks", case, dtype, routine, true);
+        jobs.extend(with_options(dtype));
+    }
+    judge_all(jobs)
+}
+
+/// Softcaps, sinks and dropout.
+fn with_options(dtype: (DType, f64)) -> Vec<Job> {
+    let segments = lists().swap_remove(2).1;
+    let job = |name: &str, options, dims, routine| Job {
+        name: name.to_owned(),
+        case: Case::new(segments.clone(), (4, 2), dims, options, dtype.0).with_sinks(),
+        dtype,
+        routine,
+    };
+    let capped = || options().with_softcap(2.0);
+    let dropped = capped().with_dropout(Dropout::new(0.2, 9));
+    let name = "softcap, sinks, dropout";
+    let mut jobs = vec![job(name, dropped, (96, 256), Routine::Portable)];
+    if dtype.0 != DType::F32 {
+        for routine in [Routine::Hopper, Routine::TensorCore] {
+            jobs.push(job("softcap, sinks", capped(), (128, 128), routine));
+        }
+    }
+    jobs
+}
+
+/// Few and small cases of every kernel that `time` measures, for tools that watch each access of memory.
+pub(crate) fn small() -> u32 {
+    let bf16 = EPS[0];
+    let mut jobs = Vec::new();
+    for (name, segments) in lists() {
+        for routine in ROUTINES {
+            for dims in [(64, 64), (128, 128)] {
+                jobs.push(Job {
+                    name: format!("{name}, dims {dims:?}"),
+                    case: Case::new(segments.clone(), (2, 1), dims, options(), bf16.0),
+                    dtype: bf16,
+                    routine,
+                });
             }
         }
     }
-    wrong
+    for (routine, dims) in [
+        (Routine::Hopper, (192, 128)),
+        (Routine::Hopper, (256, 256)),
+        (Routine::TensorCore, (192, 128)),
+        (Routine::TensorCore, (72, 40)),
+        (Routine::Portable, (40, 72)),
+    ] {
+        let options = options().with_softcap(2.0);
+        jobs.push(Job {
+            name: format!("softcap, sinks, dims {dims:?}"),
+            case: Case::new(lists().swap_remove(2).1, (2, 1), dims, options, bf16.0).with_sinks(),
+            dtype: bf16,
+            routine,
+        });
+    }
+    judge_all(jobs)
 }
 
 /// Repeats, and documents that are cut.

@@ -6,7 +6,10 @@
 //! cargo build --release -p burn-cp-kernels --example attention_gpu --features cuda,reference,burn/autotune
 //! attention_gpu check bits far time burn      # any of these; all without arguments
 //! attention_gpu only=tensor_core check time   # of one routine
+//! compute-sanitizer --tool racecheck attention_gpu small
 //! ```
+//!
+//! `check` compiles more kernels than any other: one process per routine, all at once, is done first.
 //!
 //! Ends with status 1 if a result is wrong.
 
@@ -46,13 +49,14 @@ fn main() -> ExitCode {
         let start = std::time::Instant::now();
         match what.as_str() {
             "check" => failures += correct::check(),
+            "small" => failures += correct::small(),
             "bits" => failures += correct::bits(),
             "far" => failures += correct::far(),
             "time" => speed::routines(),
             "burn" => speed::against_burn(),
             "portable" => speed::portable(),
             other => {
-                eprintln!("expected check, bits, far, time, portable or burn, got {other}");
+                eprintln!("expected check, small, bits, far, time, portable or burn, got {other}");
                 return ExitCode::from(2);
             }
         }

@@ -74,7 +74,7 @@ impl AttentionRuntime for CudaRuntime {
             });
         }
         let shared = properties.hardware.max_shared_memory_size;
-        blueprint(problem, Features::default(), shared).map(|_| ())
+        blueprint(problem, Features::default(), shared, false).map(|_| ())
     }
 
     fn tensor_core_forward(

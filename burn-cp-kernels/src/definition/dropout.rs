@@ -65,13 +65,14 @@ impl Dropout {
     pub(crate) fn row(
         &self,
         segment: &Segment,
-        document: u32,
+        place: DropoutPlace,
         head: usize,
         t: usize,
     ) -> DropoutRow {
-        let position = (segment.k_position + segment.num_k() + t).wrapping_sub(segment.num_q());
+        let position = place.q_position.wrapping_add(t as u32);
+        let document = place.document;
         let [a, b] = self.seeds();
-        let (head, position) = (head as u32, position as u32);
+        let head = head as u32;
         DropoutRow {
             a: mix(mix(mix(a ^ head) ^ document) ^ position),
             b: mix(mix(mix(b ^ position) ^ document) ^ head),
@@ -80,6 +81,16 @@ impl Dropout {
             factor: self.factor(),
         }
     }
+}
+
+/// What the dropout of a segment is drawn from, besides the seed and the head: pieces of one document draw what the whole
+/// one would if they say where they stand in it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct DropoutPlace {
+    /// Number of the document, modulo 2^32.
+    pub document: u32,
+    /// Position in the document of the segment's first query, modulo 2^32.
+    pub q_position: u32,
 }
 
 /// The dropout mask of one row of weights.
@@ -140,11 +151,18 @@ mod tests {
         }
     }
 
+    fn place(document: u32, q_position: u32) -> DropoutPlace {
+        DropoutPlace {
+            document,
+            q_position,
+        }
+    }
+
     fn mask(dropout: Dropout, document: u32, head: usize) -> Vec<bool> {
         let segment = segment(300, 300, 0);
         (0..300)
             .flat_map(|t| {
-                let row = dropout.row(&segment, document, head, t);
+                let row = dropout.row(&segment, place(document, 0), head, t);
                 (0..300).map(move |j| row.factor(j) == 0.0)
             })
             .collect()
@@ -175,9 +193,9 @@ mod tests {
     #[test]
     fn the_mask_does_not_depend_on_how_a_document_is_cut() {
         let dropout = Dropout::new(0.5, 3);
-        let whole = dropout.row(&segment(100, 100, 0), 4, 2, 70);
+        let whole = dropout.row(&segment(100, 100, 0), place(4, 0), 2, 70);
         // Queries 60..90 of the document over its keys 20..90.
-        let part = dropout.row(&segment(30, 70, 20), 4, 2, 10);
+        let part = dropout.row(&segment(30, 70, 20), place(4, 60), 2, 10);
         for key in 20..90 {
             assert_eq!(whole.factor(key), part.factor(key - 20));
         }

@@ -13,7 +13,7 @@ mod routine;
 mod segment;
 mod segments;
 
-pub use dropout::Dropout;
+pub use dropout::{Dropout, DropoutPlace};
 #[cfg(feature = "cubecl")]
 pub(crate) use dropout::{KEY_FACTOR, MIX_FACTORS};
 pub use error::AttentionError;

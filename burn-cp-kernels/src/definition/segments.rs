@@ -2,7 +2,7 @@
 
 use std::{ops::Range, sync::Arc};
 
-use super::{AttentionError, Segment, cache::Cache};
+use super::{AttentionError, DropoutPlace, Segment, cache::Cache};
 
 /// A checked list of [`Segment`]s over a query and a key buffer. Cheap to clone.
 ///
@@ -33,7 +33,7 @@ pub struct Segments {
 #[derive(Debug, PartialEq, Eq)]
 struct Inner {
     list: Vec<Segment>,
-    documents: Vec<u32>,
+    places: Vec<DropoutPlace>,
     q_shape: (usize, usize),
     k_shape: (usize, usize),
     cache: Cache,
@@ -61,7 +61,7 @@ impl Segments {
         check_queries(&segments)?;
         Ok(Self {
             inner: Arc::new(Inner {
-                documents: (0..segments.len() as u32).collect(),
+                places: (0..).zip(&segments).map(default_place).collect(),
                 list: segments,
                 q_shape,
                 k_shape,
@@ -78,16 +78,40 @@ impl Segments {
     ///
     /// [`AttentionError::Shape`] unless there is one number per segment.
     pub fn with_documents(self, documents: Vec<u32>) -> Result<Self, AttentionError> {
-        if documents.len() != self.len() {
+        let mut places = self.places().to_vec();
+        places.resize(documents.len(), DropoutPlace::default());
+        for (place, document) in places.iter_mut().zip(documents) {
+            place.document = document;
+        }
+        self.with_places(places, "documents")
+    }
+
+    /// [`Self::with_documents`], and for each segment the document position of its first query, which dropout draws from
+    /// too. Without it, a segment's last query is taken to stand at the position of its last key: right for causal
+    /// segments, but not for a piece of a document whose queries see all of it. Positions count modulo 2^32.
+    ///
+    /// # Errors
+    ///
+    /// [`AttentionError::Shape`] unless there is one place per segment.
+    pub fn with_dropout_places(self, places: Vec<DropoutPlace>) -> Result<Self, AttentionError> {
+        self.with_places(places, "places")
+    }
+
+    fn with_places(
+        &self,
+        places: Vec<DropoutPlace>,
+        what: &'static str,
+    ) -> Result<Self, AttentionError> {
+        if places.len() != self.len() {
             return Err(AttentionError::Shape {
-                what: "documents",
+                what,
                 expected: format!("[{}], one per segment", self.len()),
-                got: format!("[{}]", documents.len()),
+                got: format!("[{}]", places.len()),
             });
         }
         Ok(Self {
             inner: Arc::new(Inner {
-                documents,
+                places,
                 list: self.inner.list.clone(),
                 q_shape: self.inner.q_shape,
                 k_shape: self.inner.k_shape,
@@ -96,10 +120,10 @@ impl Segments {
         })
     }
 
-    /// The number of each segment's document, see [`Self::with_documents`].
+    /// What each segment's dropout is drawn from, see [`Self::with_dropout_places`].
     #[must_use]
-    pub fn documents(&self) -> &[u32] {
-        &self.inner.documents
+    pub fn places(&self) -> &[DropoutPlace] {
+        &self.inner.places
     }
 
     /// What routines have derived from these segments.
@@ -162,6 +186,16 @@ impl<'a> IntoIterator for &'a Segments {
 
     fn into_iter(self) -> Self::IntoIter {
         self.iter()
+    }
+}
+
+/// The last query of a segment and its last key have one position.
+#[allow(clippy::cast_possible_truncation)]
+fn default_place((document, segment): (u32, &Segment)) -> DropoutPlace {
+    let end = (segment.k_position + segment.num_k()) as u32;
+    DropoutPlace {
+        document,
+        q_position: end.wrapping_sub(segment.num_q() as u32),
     }
 }
 
@@ -295,15 +329,16 @@ mod tests {
     #[test]
     fn documents_are_numbered_one_per_segment() {
         let segments = Segments::new(vec![segment(0..4, 0..4)], (1, 10), (1, 10)).unwrap();
-        assert_eq!(segments.documents(), [0]);
-        assert_eq!(
+        let numbers = |segments: &Segments| -> Vec<u32> {
             segments
-                .clone()
-                .with_documents(vec![7])
-                .unwrap()
-                .documents(),
-            [7]
-        );
+                .places()
+                .iter()
+                .map(|place| place.document)
+                .collect()
+        };
+        assert_eq!(numbers(&segments), [0]);
+        let numbered = segments.clone().with_documents(vec![7]).unwrap();
+        assert_eq!(numbers(&numbered), [7]);
         assert!(segments.with_documents(vec![7, 8]).is_err());
     }
 

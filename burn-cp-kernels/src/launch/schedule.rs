@@ -6,7 +6,7 @@ use cubecl::{client::ComputeClient, prelude::Runtime, server::Handle};
 
 use crate::{
     components::{COLUMNS, KEY_TILE_FIELDS, ROW_TILE_FIELDS, VISIT_FIELDS},
-    definition::{AttentionError, Segment, Segments},
+    definition::{AttentionError, DropoutPlace, Segment, Segments},
 };
 
 /// Records of one list of segments, and how many tiles they are.
@@ -62,13 +62,13 @@ impl Schedule {
 /// no segment names. Segments with many keys come before those with few, so that no long tile begins last.
 fn row_tiles(segments: &Segments, rows: usize) -> Vec<i32> {
     let mut records = Vec::new();
-    let mut ordered: Vec<_> = segments.iter().zip(segments.documents()).collect();
+    let mut ordered: Vec<_> = segments.iter().zip(segments.places()).collect();
     ordered.sort_by_key(|(segment, _)| Reverse(segment.num_k()));
-    for (segment, document) in ordered {
+    for (segment, place) in ordered {
         let starts = (0..segment.num_q()).step_by(rows).rev();
         for start in starts {
             let tile = start..(start + rows).min(segment.num_q());
-            records.extend(row_tile(segment, *document, tile));
+            records.extend(row_tile(segment, *place, tile));
         }
     }
     let (batch, tokens) = segments.q_shape();
@@ -84,7 +84,7 @@ fn row_tiles(segments: &Segments, rows: usize) -> Vec<i32> {
     records
 }
 
-fn row_tile(segment: &Segment, document: u32, tile: Range<usize>) -> [i32; ROW_TILE_FIELDS] {
+fn row_tile(segment: &Segment, place: DropoutPlace, tile: Range<usize>) -> [i32; ROW_TILE_FIELDS] {
     let offset = segment.k_position % COLUMNS;
     let seeing = tile.start.max(segment.num_blind_queries())..tile.end;
     let columns = if seeing.is_empty() {
@@ -109,8 +109,8 @@ fn row_tile(segment: &Segment, document: u32, tile: Range<usize>) -> [i32; ROW_T
         own as i32 + offset as i32,
         left,
         right,
-        document as i32,
-        position(segment, own),
+        place.document as i32,
+        q_position(place, tile.start),
         position(segment, -(offset as i64)),
     ]
 }
@@ -136,7 +136,7 @@ fn key_tiles(segments: &Segments, size: usize) -> (Vec<i32>, Vec<i32>) {
             .collect();
         let end = |index: usize| starts.get(index + 1).copied().unwrap_or(tokens);
         let mut visits: Vec<Vec<i32>> = vec![Vec::new(); starts.len()];
-        for (segment, document) in segments.iter().zip(segments.documents()) {
+        for (segment, place) in segments.iter().zip(segments.places()) {
             if !here(segment) {
                 continue;
             }
@@ -144,7 +144,7 @@ fn key_tiles(segments: &Segments, size: usize) -> (Vec<i32>, Vec<i32>) {
             let last = starts.partition_point(|start| *start < segment.k.end);
             for index in first..last {
                 visits[index].extend(
-                    visit(segment, *document, starts[index]..end(index))
+                    visit(segment, *place, starts[index]..end(index))
                         .iter()
                         .flatten(),
                 );
@@ -173,7 +173,11 @@ fn key_tiles(segments: &Segments, size: usize) -> (Vec<i32>, Vec<i32>) {
 }
 
 /// The queries of a segment that see some key of `tile` (tokens of the buffer).
-fn visit(segment: &Segment, document: u32, tile: Range<usize>) -> Option<[i32; VISIT_FIELDS]> {
+fn visit(
+    segment: &Segment,
+    place: DropoutPlace,
+    tile: Range<usize>,
+) -> Option<[i32; VISIT_FIELDS]> {
     // Of the tile, counted within the segment.
     let keys =
         tile.start.saturating_sub(segment.k.start)..tile.end.min(segment.k.end) - segment.k.start;
@@ -207,8 +211,8 @@ fn visit(segment: &Segment, document: u32, tile: Range<usize>) -> Option<[i32; V
         (keys.end as i64 - key_0) as i32,
         left,
         right,
-        document as i32,
-        position(segment, own),
+        place.document as i32,
+        q_position(place, first),
         position(segment, key_0),
     ])
 }
@@ -223,6 +227,11 @@ pub(super) fn reach(segment: &Segment) -> (i32, i32) {
     };
     let (left, right) = segment.reach();
     (far(left), far(right))
+}
+
+/// Position in the document of query `t` of the segment, modulo 2^32.
+fn q_position(place: DropoutPlace, t: usize) -> i32 {
+    place.q_position.wrapping_add(t as u32) as i32
 }
 
 /// Position in the document of key `key` of the segment, modulo 2^32.

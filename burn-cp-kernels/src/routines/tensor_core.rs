@@ -76,7 +76,8 @@ pub(crate) fn check(
     Ok(())
 }
 
-/// The blueprint of a problem's kernels on a device with this much shared memory per cube.
+/// The blueprint of a problem's kernels on a device with this much shared memory per cube; `adds` says whether its memory adds vectors of
+/// four, which the kernel for all gradients is slow without.
 ///
 /// # Errors
 ///
@@ -85,6 +86,7 @@ pub(crate) fn blueprint(
     problem: &AttentionProblem,
     features: Features,
     shared_bytes: usize,
+    adds: bool,
 ) -> Result<MatrixBlueprint, AttentionError> {
     let cut = |query_blocks, key_columns| MatrixBlueprint {
         head_dim: problem.head_dim,
@@ -93,6 +95,7 @@ pub(crate) fn blueprint(
         key_blocks: 1,
         key_columns,
         key_parts: problem.head_dim + problem.v_head_dim > 256,
+        joint: false,
         features,
     };
     // What a plane sums must fit its registers.
@@ -105,7 +108,16 @@ pub(crate) fn blueprint(
         blueprint.shared_bytes().into_iter().max().unwrap_or(0) + BARRIERS
     };
     let least = needed(&cut(1, 32));
-    cuts.find(|blueprint| needed(blueprint) <= shared_bytes)
+    let found = cuts.find(|blueprint| needed(blueprint) <= shared_bytes);
+    let joint = |found: &MatrixBlueprint| {
+        let bytes = found.joint_bytes();
+        adds && bytes.is_some_and(|bytes| bytes + BARRIERS <= shared_bytes)
+    };
+    found
+        .map(|found| MatrixBlueprint {
+            joint: joint(&found),
+            ..found
+        })
         .ok_or_else(|| AttentionError::Routine {
             routine: Routine::TensorCore,
             expected: format!("at least {least} bytes of shared memory"),
@@ -147,11 +159,12 @@ pub(crate) mod tests {
     #[test]
     fn the_memory_of_ampere_and_ada_is_enough_for_the_usual_sizes() {
         for (dim, bytes) in [(64, 99 << 10), (128, 99 << 10), (256, 227 << 10)] {
-            let blueprint = blueprint(&problem(dim, dim), Features::default(), bytes);
+            let blueprint = blueprint(&problem(dim, dim), Features::default(), bytes, false);
             let blueprint = blueprint.unwrap();
             assert!(blueprint.shared_bytes().iter().all(|used| *used <= bytes));
         }
-        let error = blueprint(&problem(256, 256), Features::default(), 99 << 10).unwrap_err();
+        let error =
+            blueprint(&problem(256, 256), Features::default(), 99 << 10, false).unwrap_err();
         assert!(matches!(error, AttentionError::Routine { .. }), "{error}");
     }
 }

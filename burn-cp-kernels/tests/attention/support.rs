@@ -350,7 +350,7 @@ impl Case {
         };
         let heads = self.problem.num_heads;
         let segments = Segments::new(vec![own], (1, num_q), (1, num_k))
-            .and_then(|s| s.with_documents(vec![self.segments.documents()[index]]))
+            .and_then(|s| s.with_dropout_places(vec![self.segments.places()[index]]))
             .expect("the same lengths");
         let (q, k, v) = ([1, heads, num_q, 1], [1, 1, num_k, 1], [1, 1, num_k, num_k]);
         let problem = AttentionProblem::new(q, k, v, &segments).expect("shapes that fit");

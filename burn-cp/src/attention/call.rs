@@ -22,7 +22,8 @@ impl AttentionCall {
     /// A call over a prepared plan, whose ranks are those of `group`.
     ///
     /// # Panics
-    /// The plan was prepared for another rank or another number of ranks, or the scale is not finite.
+    /// The plan was prepared for another rank or another number of ranks, the scale is not finite, or the
+    /// probability of dropout not at least 0 and less than 1.
     pub fn new(
         prepared: Arc<PreparedAttention>,
         group: ProcessGroup,
@@ -41,6 +42,7 @@ impl AttentionCall {
         );
         let mut kernel = burn_cp_kernels::AttentionOptions::new();
         kernel.scale = options.scale;
+        kernel.dropout = options.dropout;
         kernel
             .check()
             .unwrap_or_else(|error| panic!("attention: {error}"));

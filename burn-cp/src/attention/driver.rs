@@ -127,7 +127,7 @@ fn keys_and_values<B: InnerAttention>(
             let all = B::collective(rows, &op, call.group(), with_plan(exchange, call));
             take(&all, prepared.gathered())
         }
-        (Some(exchange), ExchangeStrategy::NeededOnly) => {
+        (Some(exchange), _) => {
             let op = Collective::Exchange {
                 dim: 0,
                 plan: prepared.exchange().clone(),
@@ -175,7 +175,7 @@ fn send_back<B: InnerAttention>(
             };
             B::collective(all, &op, call.group(), with_plan(adjoint, call))
         }
-        (Some(adjoint), ExchangeStrategy::NeededOnly) => {
+        (Some(adjoint), _) => {
             let op = Collective::ExchangeReverse {
                 dim: 0,
                 plan: prepared.exchange().clone(),

@@ -12,6 +12,7 @@ use burn::tensor::ops::FloatTensor;
 use burn_cp_kernels::{AttentionBackend, VarlenAttentionBackend};
 use serde::{Deserialize, Serialize};
 
+pub use burn_cp_kernels::Dropout;
 pub use call::AttentionCall;
 pub use driver::{AttentionState, attend, attend_with_lse, attend_with_state, attention_gradients};
 pub use prepared::{PrepareError, PreparedAttention};
@@ -47,6 +48,10 @@ pub struct AttentionOptions {
     /// Factor of the scores; `1/sqrt(head_dim)` where none is given.
     #[serde(default)]
     pub scale: Option<f64>,
+    /// Dropout of the weights after the softmax. What is dropped follows from the seed, the head, the document and the two
+    /// positions in it, so that every sharding drops the same. Seeds must differ between layers and steps.
+    #[serde(default)]
+    pub dropout: Option<Dropout>,
 }
 
 impl AttentionOptions {
@@ -55,6 +60,7 @@ impl AttentionOptions {
         Self {
             mask: MaskKind::CAUSAL,
             scale: None,
+            dropout: None,
         }
     }
 
@@ -63,16 +69,42 @@ impl AttentionOptions {
         Self {
             mask: MaskKind::Full,
             scale: None,
+            dropout: None,
         }
     }
 
-    /// Causal with a window: each token sees itself and the `window` tokens before it.
+    /// Causal, and the tokens of each of the batch's bidirectional spans see each other; see
+    /// [`SequenceBatch::with_spans`](crate::batch::SequenceBatch::with_spans).
+    pub fn causal_with_spans() -> Self {
+        Self {
+            mask: MaskKind::CAUSAL_WITH_SPANS,
+            ..Self::causal()
+        }
+    }
+
+    /// Causal, and the tokens of each document's prefix see each other; see
+    /// [`SequenceBatch::with_prefixes`](crate::batch::SequenceBatch::with_prefixes).
+    pub fn prefix() -> Self {
+        Self {
+            mask: MaskKind::PREFIX,
+            ..Self::causal()
+        }
+    }
+
+    /// Each document has its own mask; see [`SequenceBatch::with_masks`](crate::batch::SequenceBatch::with_masks).
+    pub fn per_document() -> Self {
+        Self {
+            mask: MaskKind::PER_DOCUMENT,
+            ..Self::causal()
+        }
+    }
+
+    /// Causal with a window: each token sees itself and the `window` tokens before it. Spans, prefixes and masks of
+    /// documents cannot have one: that is an error when attention is planned.
     #[must_use]
     pub fn with_window(self, window: usize) -> Self {
         Self {
-            mask: MaskKind::Causal {
-                window: Some(window),
-            },
+            mask: self.mask.with_window(window),
             ..self
         }
     }
@@ -82,6 +114,15 @@ impl AttentionOptions {
     pub fn with_scale(self, scale: f64) -> Self {
         Self {
             scale: Some(scale),
+            ..self
+        }
+    }
+
+    /// Weights are dropped.
+    #[must_use]
+    pub fn with_dropout(self, dropout: Dropout) -> Self {
+        Self {
+            dropout: Some(dropout),
             ..self
         }
     }

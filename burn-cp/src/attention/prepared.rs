@@ -2,10 +2,11 @@
 
 use std::{ops::Range, sync::Arc};
 
-use burn_cp_kernels::{AttentionError, Segment, Segments, Window};
+use burn_cp_kernels::{AttentionError, DropoutPlace, Segment, Segments, Window};
 
 use crate::{
     collectives::{ExchangeError, ExchangePlan, Piece},
+    layout::LocalRun,
     plan::{self, AttentionPlan},
 };
 
@@ -53,6 +54,8 @@ impl PreparedAttention {
             // A buffer without any row is stood in for by one row that no segment names.
             None => kernel_segments(&mine.segments, q_shape, (1, mine.buffer_len.max(1)))?,
         };
+        let places = dropout_places(&segments, &plan, rank);
+        let segments = segments.with_dropout_places(places)?;
         let sizes: Vec<usize> = (0..plan.world_size())
             .map(|r| batch * layout.local_len(r))
             .collect();
@@ -139,6 +142,22 @@ impl PreparedAttention {
             .iter()
             .fold(0, |value, &byte| value << 8 | u64::from(byte))
     }
+}
+
+/// Where each segment's queries stand in their document. Numbers and positions count modulo 2^32.
+#[allow(clippy::cast_possible_truncation)]
+fn dropout_places(segments: &Segments, plan: &AttentionPlan, rank: usize) -> Vec<DropoutPlace> {
+    let runs = LocalRun::of_rank(plan.documents(), plan.layout(), rank);
+    let place = |segment: &Segment| {
+        let (row, token) = (segment.q_row, segment.q.start);
+        let at = runs.partition_point(|run| (run.row, run.local.end) <= (row, token));
+        runs.get(at)
+            .map_or_else(DropoutPlace::default, |run| DropoutPlace {
+                document: run.document as u32,
+                q_position: (run.position + token.saturating_sub(run.local.start)) as u32,
+            })
+    };
+    segments.iter().map(place).collect()
 }
 
 fn kernel_segments(

@@ -139,6 +139,36 @@ pub enum BatchError {
         /// Names that the configuration declares.
         declared: Vec<String>,
     },
+    /// The batch and its documents both say what only one can.
+    #[error("{what}: expected them from the batch or from its documents, got them from both")]
+    MarkedTwice {
+        /// Spans, prefixes or masks.
+        what: &'static str,
+    },
+    /// The tokens of a frame do not follow each other, so that they are no span.
+    #[error(
+        "{what}, frame {frame}: expected its tokens one behind the other in row {row} to make a span of them, got a gap behind token {token}; give such spans by with_spans"
+    )]
+    FrameTokens {
+        /// Name of the media.
+        what: String,
+        /// Frame of the media, counted through its entries.
+        frame: usize,
+        /// Row of its first token.
+        row: usize,
+        /// Token behind which its next one is missing.
+        token: usize,
+    },
+    /// A placement takes the tokens of a span apart, or away.
+    #[error(
+        "spans: expected tokens {tokens:?} of row {row} to stand together in one document after placement, got them apart or gone"
+    )]
+    SpanPlaced {
+        /// Row of the batch.
+        row: usize,
+        /// The span.
+        tokens: std::ops::Range<usize>,
+    },
     /// The document table or the layout does not fit.
     #[error(transparent)]
     Layout(#[from] LayoutError),

@@ -5,6 +5,7 @@
 
 mod documents;
 mod error;
+mod marks;
 mod media;
 mod stream;
 
@@ -13,6 +14,7 @@ use std::collections::BTreeMap;
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 
 pub use error::BatchError;
+pub(crate) use marks::Marks;
 pub use media::{Media, num_frames, num_merged_tokens, num_patch_rows};
 pub(crate) use stream::{HostInts, filled, host_bools, shard_payload, zeros_payload};
 pub use stream::{PadRule, Stream, StreamDeclaration};
@@ -39,10 +41,12 @@ pub struct SequenceBatch<B: Backend> {
     pub(crate) positions: Option<TensorData>,
     pub(crate) documents: Option<Documents>,
     pub(crate) padding_mask: Option<TensorData>,
+    pub(crate) marks: Marks,
     pub(crate) placement: Option<Placement>,
     pub(crate) media: Vec<Media<B>>,
     pub(crate) deepstack: Option<(TensorData, Vec<Tensor<B, 2>>)>,
     pub(crate) streams: BTreeMap<String, Stream<B>>,
+    pub(crate) dropout_seed: Option<u64>,
 }
 
 impl<B: Backend> SequenceBatch<B> {
@@ -64,10 +68,12 @@ impl<B: Backend> SequenceBatch<B> {
             positions: None,
             documents: None,
             padding_mask: None,
+            marks: Marks::default(),
             placement: None,
             media: Vec::new(),
             deepstack: None,
             streams: BTreeMap::new(),
+            dropout_seed: None,
         }
     }
 
@@ -155,6 +161,14 @@ impl<B: Backend> SequenceBatch<B> {
     #[must_use]
     pub fn with_stream(mut self, name: impl Into<String>, stream: Stream<B>) -> Self {
         self.streams.insert(name.into(), stream);
+        self
+    }
+
+    /// What dropout is drawn from in this step: another number for each step and microbatch, the same on all ranks that hold
+    /// the batch, another on other data-parallel ranks. A model with dropout needs it in training.
+    #[must_use]
+    pub fn with_dropout_seed(mut self, seed: u64) -> Self {
+        self.dropout_seed = Some(seed);
         self
     }
 

@@ -62,6 +62,8 @@ pub struct ExchangePlan {
     output_len: usize,
     pieces: Vec<Piece>,
     sends: Vec<SentRange>,
+    /// Largest number of pieces that one rank takes from one other.
+    most_runs: usize,
     /// Of the whole exchange, equal on every rank.
     fingerprint: u64,
 }
@@ -84,9 +86,11 @@ impl ExchangePlan {
                 got: pieces.len(),
             });
         }
-        let mut sends = Vec::new();
+        let (mut sends, mut most_runs) = (Vec::new(), 0);
+        let mut num_runs = vec![0; pieces.len()];
         for (destination, list) in pieces.iter().enumerate() {
             let mut at = 0;
+            num_runs.fill(0);
             for piece in list {
                 let len = input_lens.get(piece.source).copied();
                 if piece.range.start > piece.range.end
@@ -99,6 +103,10 @@ impl ExchangePlan {
                         end: piece.range.end,
                         len,
                     });
+                }
+                if !piece.range.is_empty() {
+                    num_runs[piece.source] += 1;
+                    most_runs = most_runs.max(num_runs[piece.source]);
                 }
                 if piece.source == rank && !piece.range.is_empty() {
                     sends.push(SentRange {
@@ -125,6 +133,7 @@ impl ExchangePlan {
             output_len,
             pieces: mine,
             sends,
+            most_runs,
             fingerprint: hasher.finish(),
         })
     }
@@ -152,6 +161,15 @@ impl ExchangePlan {
     /// Equal on two ranks if and, up to chance, only if they hold views of one exchange.
     pub(crate) fn fingerprint(&self) -> u64 {
         self.fingerprint
+    }
+
+    /// Largest number of pieces that one rank takes from one rank; the same on every rank.
+    #[cfg_attr(
+        not(feature = "cuda"),
+        allow(dead_code, reason = "for devices that address memory")
+    )]
+    pub(crate) fn most_runs(&self) -> usize {
+        self.most_runs
     }
 
     /// Number of ranks.

@@ -5,9 +5,9 @@
 
 use std::sync::Arc;
 
-use burn::tensor::{Shape, TensorData, backend::Backend, read_sync};
+use burn::tensor::{Shape, TensorData, backend::Backend};
 
-use super::{Call, Collective, Payload, wire::Wire};
+use super::{Call, Collective, Payload, host_read::read_to_host, wire::Wire};
 use crate::comm::{CommError, ProcessGroup};
 
 /// Sums of at most so many bytes are not cut up: each rank gets all parts at once.
@@ -100,15 +100,7 @@ fn carry_out<B: Backend>(
 
 /// The elements of a tensor in row-major order.
 fn bytes_of<B: Backend>(payload: Payload<B>) -> Vec<u8> {
-    let data = match payload {
-        Payload::Float(tensor) => read_sync(B::float_into_data(tensor)),
-        Payload::Int(tensor) => read_sync(B::int_into_data(tensor)),
-        Payload::Bool(tensor) => read_sync(B::bool_into_data(tensor)),
-    };
-    // As Burn's own `into_data`.
-    let data =
-        data.unwrap_or_else(|error| panic!("cannot read a tensor that is to be sent: {error}"));
-    data.as_bytes().to_vec()
+    read_to_host(payload).as_bytes().to_vec()
 }
 
 /// A tensor like `like` of another shape, from its bytes.

@@ -30,6 +30,7 @@
 mod backend;
 mod decomposition;
 mod exchange;
+mod host_read;
 mod linear;
 mod messages;
 mod payload;
@@ -42,6 +43,8 @@ use burn::tensor::{Numeric, Shape, Tensor};
 
 pub use backend::CollectiveBackend;
 pub use exchange::{ExchangeError, ExchangePlan, Piece, SentRange};
+pub use host_read::num_host_reads;
+pub(crate) use host_read::read_to_host;
 pub use linear::{Call, Collective};
 pub use messages::run_by_messages;
 pub use payload::{CollectiveElement, Payload};
@@ -49,7 +52,10 @@ pub use threads::run_on_threads;
 #[cfg(feature = "cubecl")]
 pub use through_host::run_through_host;
 #[cfg(feature = "cuda")]
-pub(crate) use wire::Wire;
+pub(crate) use {
+    decomposition::{Combine, Decomposition},
+    wire::Wire,
+};
 
 use crate::comm::ProcessGroup;
 

@@ -5,10 +5,12 @@
 
 use burn::{
     backend::Flex,
-    tensor::{BoolStore, DType, backend::Backend, try_read_sync},
+    tensor::{BoolStore, DType, backend::Backend},
 };
 
-use super::{Call, Collective, CollectiveBackend, Payload, run_on_threads};
+use super::{
+    Call, Collective, CollectiveBackend, Payload, host_read::read_to_host, run_on_threads,
+};
 use crate::comm::ProcessGroup;
 
 /// Runs a collective on the host, as a CPU backend does; each rank waits for its device first. A group of one moves nothing.
@@ -75,13 +77,6 @@ fn to_backend<From: Backend, To: Backend>(
             |data, device: &To::Device| Payload::Bool(To::bool_from_data(data, device))
         }
     };
-    let read = match payload {
-        Payload::Float(tensor) => try_read_sync(From::float_into_data(tensor)),
-        Payload::Int(tensor) => try_read_sync(From::int_into_data(tensor)),
-        Payload::Bool(tensor) => try_read_sync(From::bool_into_data(tensor)),
-    };
-    let data = read
-        .expect("a device that can be waited for")
-        .unwrap_or_else(|error| panic!("a collective cannot read its tensor: {error}"));
+    let data = read_to_host(payload);
     kind(data.convert_dtype(dtype), device)
 }

@@ -130,8 +130,11 @@ impl Documents {
             rows.push(row);
             targets.push(row_targets);
         }
+        let mut documents = Self::from_runs(rows, seq_len)?;
+        // Document positions are the same wherever the tokens stand.
+        documents.marks.clone_from(&self.marks);
         Ok(AlignedDocuments {
-            documents: Self::from_runs(rows, seq_len)?,
+            documents,
             placement: Placement::from_rows(&targets, seq_len)?,
         })
     }

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-use super::LayoutError;
+use super::{LayoutError, marks::Marks};
 
 /// One document: a set of tokens of one batch row that attend to each other and to nothing else.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -48,6 +48,8 @@ impl Document {
 pub struct Documents {
     seq_len: usize,
     rows: Vec<Vec<Document>>,
+    #[serde(skip_serializing_if = "Marks::is_empty")]
+    pub(super) marks: Marks,
 }
 
 /// A table as it was read.
@@ -55,13 +57,20 @@ pub struct Documents {
 struct Unchecked {
     seq_len: usize,
     rows: Vec<Vec<Document>>,
+    #[serde(default)]
+    marks: Marks,
 }
 
 impl TryFrom<Unchecked> for Documents {
     type Error = LayoutError;
 
     fn try_from(read: Unchecked) -> Result<Self, LayoutError> {
-        Self::from_runs(read.rows, read.seq_len)
+        let documents = Self::from_runs(read.rows, read.seq_len)?;
+        read.marks.check(&documents)?;
+        Ok(Self {
+            marks: read.marks,
+            ..documents
+        })
     }
 }
 
@@ -90,7 +99,11 @@ impl Documents {
                 canonicalise(document, (row, index))?;
             }
         }
-        Ok(Self { seq_len, rows })
+        Ok(Self {
+            seq_len,
+            rows,
+            marks: Marks::default(),
+        })
     }
 
     /// Number of rows.
@@ -187,15 +200,17 @@ impl Documents {
         Self {
             seq_len: self.seq_len * self.rows.len(),
             rows: vec![documents],
+            marks: self.marks.flattened(),
         }
     }
 
     /// The same documents without the tokens that a mask `[batch, seq]` of one `bool` per token marks as padding. Their
-    /// extents stay.
+    /// extents stay. Spans and prefixes lose those tokens too.
     ///
     /// # Errors
     ///
-    /// A mask of another size; [`LayoutError::Homeless`] if a token is neither padding nor part of a document.
+    /// A mask of another size; [`LayoutError::Homeless`] if a token is neither padding nor part of a document; a span of
+    /// which nothing is left.
     pub fn without_padding(&self, padding: &[Vec<bool>]) -> Result<Self, LayoutError> {
         if padding.len() != self.rows.len() {
             return Err(LayoutError::NumRows {
@@ -220,7 +235,7 @@ impl Documents {
                     .collect();
             }
         }
-        Self::from_runs(rows, self.seq_len)
+        Self::from_runs(rows, self.seq_len)?.remarked(self)
     }
 
     /// The same documents in rows of `seq_len` tokens; the new tokens at the end of each row are padding.
@@ -237,7 +252,7 @@ impl Documents {
         }
         Ok(Self {
             seq_len,
-            rows: self.rows.clone(),
+            ..self.clone()
         })
     }
 }

@@ -2,6 +2,8 @@
 
 use thiserror::Error;
 
+use super::MarkError;
+
 /// Why documents or a layout were refused.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
@@ -377,4 +379,7 @@ pub enum LayoutError {
         /// Tokens of a row before padding.
         got: usize,
     },
+    /// Spans, prefixes or masks that do not fit their documents.
+    #[error(transparent)]
+    Mark(#[from] MarkError),
 }

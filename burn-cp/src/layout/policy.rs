@@ -7,12 +7,12 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Documents, LayoutError, TokenLayout, dual_chunk};
+use super::{Documents, LayoutError, TokenLayout, Visibility, balanced, dual_chunk};
 
 /// How token ranges are dealt out to ranks.
 ///
 /// In configuration files: `"identity"`, `{ contiguous = { multiple = 1 } }`, `"head-tail"`,
-/// `"dual-chunk-swap"`, `{ custom = [[{ start, end }, ..], ..] }`. (The
+/// `"dual-chunk-swap"`, `{ balanced = {} }`, `{ custom = [[{ start, end }, ..], ..] }`. (The
 /// configuration of a run reads further names.)
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
@@ -40,6 +40,18 @@ pub enum LayoutPolicy {
     /// ([`align_documents`](super::align_documents)). Padding outside extents is dealt out in the same way;
     /// between documents it must divide too, at the end of the row it is extended until it does.
     DualChunkSwap,
+    /// Whole documents, and as few pieces of them as can be, such that every rank has about the same attention work (the mean
+    /// at least 0.95 of the most, unless a few tokens or very long documents forbid it), receives few keys and values, and
+    /// holds at most half more tokens than the mean.
+    ///
+    /// Shares are uneven. Takes one row ([`Documents::flattened`]) and adds no padding, but for ranks that would be left
+    /// without a token. How few K/V tokens any balanced layout can get by with says
+    /// [`least_kv_received`](super::least_kv_received).
+    Balanced {
+        /// Which tokens see each other: what the work is.
+        #[serde(default)]
+        visibility: Visibility,
+    },
     /// Ranges of each rank in local order, as given.
     ///
     /// They cover at least the tokens there are; what they cover beyond is padding. A rank without tokens
@@ -61,8 +73,8 @@ impl LayoutPolicy {
     /// # Errors
     ///
     /// No ranks; a policy for another number of ranks; custom ranges that overlap, leave gaps or do not
-    /// reach the end of the documents; several rows, or extents that do not divide, for dual-chunk-swap; a
-    /// padded length that overflows.
+    /// reach the end of the documents; several rows, or extents that do not divide, for dual-chunk-swap; several
+    /// rows, or work past 64 bits, for balanced layouts; a padded length that overflows.
     pub fn layout(
         &self,
         documents: &Documents,
@@ -88,7 +100,8 @@ impl LayoutPolicy {
                 TokenLayout::head_tail(padded, world_size)
             }
             Self::DualChunkSwap => dual_chunk::layout(documents, world_size),
-            Self::Custom(ranks) => custom(ranks, seq_len, world_size),
+            Self::Balanced { visibility } => balanced::layout(documents, world_size, *visibility),
+            Self::Custom(ranks) => custom(ranks.clone(), seq_len, world_size),
         }
     }
 }
@@ -105,8 +118,9 @@ fn pad(
         .ok_or(LayoutError::Overflow { what, got: seq_len })
 }
 
-fn custom(
-    ranks: &[Vec<Range<usize>>],
+/// A layout of these ranges, in which a rank without any gets a padding token.
+pub(super) fn custom(
+    mut ranks: Vec<Vec<Range<usize>>>,
     seq_len: usize,
     world_size: usize,
 ) -> Result<TokenLayout, LayoutError> {
@@ -119,7 +133,6 @@ fn custom(
     }
     let covered = ranks.iter().flatten().map(|range| range.end).max();
     let mut end = covered.unwrap_or(0).max(seq_len);
-    let mut ranks = ranks.to_vec();
     for ranges in &mut ranks {
         // A reversed range is not an empty share but a mistake; the layout reports it.
         if ranges.iter().all(|range| range.start == range.end) {

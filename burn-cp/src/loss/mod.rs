@@ -7,7 +7,7 @@ use burn::tensor::{Int, Tensor, TensorData, activation::log_softmax};
 
 use crate::{
     attention::ContextParallelBackend,
-    collectives,
+    collectives::{self, Payload, read_to_host},
     comm::ProcessGroup,
     sharder::{CpStep, IGNORED_LABEL, StepError},
 };
@@ -25,8 +25,8 @@ pub struct TokenLoss<B: ContextParallelBackend> {
 impl<B: ContextParallelBackend> TokenLoss<B> {
     /// The loss of all ranks as a number. Waits for the device.
     pub fn global_value(&self) -> f64 {
-        self.global
-            .to_data()
+        let global = Payload::Float(self.global.clone().into_primitive().tensor());
+        read_to_host::<B>(global)
             .iter::<f64>()
             .next()
             .unwrap_or_default()

@@ -7,9 +7,12 @@ use burn::{
     tensor::{DType, Tensor, backend::Backend},
 };
 
-use super::{NnError, RotaryConfig, RotaryTables};
+use super::{
+    DropoutSite, NnError, RotaryConfig, RotaryTables, StepDropout, dropout::places::WEIGHTS,
+};
 use crate::{
     attention::{AttentionOptions, ContextParallelBackend},
+    plan::MaskKind,
     sharder::CpStep,
 };
 
@@ -115,9 +118,12 @@ impl ContextParallelAttentionConfig {
             q_norm: self.qk_norm.map(norm),
             k_norm: self.qk_norm.map(norm),
             head_dim: self.head_dim,
+            mask: None,
             causal: self.causal,
             window: self.window,
             rope: self.rope,
+            dropout: 0.0,
+            layer: 0,
         })
     }
 }
@@ -140,6 +146,9 @@ pub struct ContextParallelAttention<B: Backend> {
     pub q_norm: Option<RmsNorm<B>>,
     /// Norm of each key head.
     pub k_norm: Option<RmsNorm<B>>,
+    /// Instead of `causal` and `window`.
+    #[module(skip)]
+    pub(super) mask: Option<MaskKind>,
     #[module(skip)]
     pub(super) head_dim: usize,
     #[module(skip)]
@@ -148,17 +157,54 @@ pub struct ContextParallelAttention<B: Backend> {
     pub(super) window: Option<usize>,
     #[module(skip)]
     pub(super) rope: Option<RotaryConfig>,
+    #[module(skip)]
+    pub(super) dropout: f64,
+    #[module(skip)]
+    pub(super) layer: u64,
 }
 
 impl<B: Backend> ContextParallelAttention<B> {
-    /// The same layer, in which every token sees its whole document, whatever window it had.
+    /// The same layer with a mask, whatever it had: for masks that ask the batch, such as causal with bidirectional spans. A
+    /// mask that the step cannot be planned with makes [`forward`](Self::forward) panic.
+    #[must_use]
+    pub fn with_mask(self, mask: MaskKind) -> Self {
+        Self {
+            mask: Some(mask),
+            ..self
+        }
+    }
+
+    /// The same layer, in which every token sees its whole document, whatever mask it had.
     #[must_use]
     pub fn full(self) -> Self {
         Self {
+            mask: None,
             causal: false,
             window: None,
             ..self
         }
+    }
+
+    /// The same layer, which drops weights with probability `p` in training, drawn from the batch's seed and `layer`: the
+    /// layers of a model need different ones.
+    ///
+    /// # Errors
+    /// `p` is not at least 0 and less than 1.
+    pub fn with_dropout(self, p: f64, layer: u64) -> Result<Self, NnError> {
+        if !(0.0..1.0).contains(&p) {
+            return Err(NnError::field("dropout", "at least 0 and less than 1", p));
+        }
+        Ok(Self {
+            dropout: p,
+            layer,
+            ..self
+        })
+    }
+
+    /// The same layer, whose dropout is that of layer `layer` of a model; 0 in a new one.
+    #[must_use]
+    pub fn in_layer(self, layer: u64) -> Self {
+        Self { layer, ..self }
     }
 }
 
@@ -169,7 +215,7 @@ impl<B: ContextParallelBackend> ContextParallelAttention<B> {
     ///
     /// # Panics
     ///
-    /// If `x` is not this rank's shard, or an exchange fails.
+    /// If `x` is not this rank's shard, an exchange fails, or there is dropout in training and the batch has no seed for it.
     pub fn forward(&self, x: Tensor<B, 3>, step: &CpStep<B>) -> Tensor<B, 3> {
         let tables = self.tables(step);
         self.forward_with_tables(x, step, tables.as_ref())
@@ -196,17 +242,27 @@ impl<B: ContextParallelBackend> ContextParallelAttention<B> {
         let q = self.heads(self.q_proj.forward(x.clone()), self.q_norm.as_ref(), tables);
         let k = self.heads(self.k_proj.forward(x.clone()), self.k_norm.as_ref(), tables);
         let v = self.heads(self.v_proj.forward(x), None, None);
-        let out = step.attention(q, k, v, &self.options());
+        let dropout = StepDropout::new(step, self.dropout > 0.0)
+            .unwrap_or_else(|error| panic!("attention: {error}"));
+        let options = AttentionOptions {
+            dropout: dropout.of_attention(self.dropout, DropoutSite::new(self.layer, WEIGHTS)),
+            ..self.options()
+        };
+        let out = step.attention(q, k, v, &options);
         let width = out.dims()[1] * self.head_dim;
         self.o_proj
             .forward(out.swap_dims(1, 2).reshape([batch, tokens, width]))
     }
 
     fn options(&self) -> AttentionOptions {
-        match (self.causal, self.window) {
-            (true, Some(window)) => AttentionOptions::causal().with_window(window),
-            (true, None) => AttentionOptions::causal(),
-            (false, _) => AttentionOptions::full(),
+        match (self.mask, self.causal, self.window) {
+            (Some(mask), ..) => AttentionOptions {
+                mask,
+                ..AttentionOptions::causal()
+            },
+            (None, true, Some(window)) => AttentionOptions::causal().with_window(window),
+            (None, true, None) => AttentionOptions::causal(),
+            (None, false, _) => AttentionOptions::full(),
         }
     }
 

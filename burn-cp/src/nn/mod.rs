@@ -1,8 +1,14 @@
 //! Models and layers that run on a rank's part of a sequence.
 
 mod attention;
+mod audit;
+mod decoder;
+mod delegate;
+mod dropout;
 mod encoder;
 mod error;
+mod feed_forward;
+mod memory;
 mod multi_head;
 mod parameters;
 mod rotary;
@@ -11,8 +17,12 @@ mod sharded;
 use burn::tensor::Tensor;
 
 pub use attention::*;
+pub use audit::{AttentionAudit, AuditError, UnconvertedAttention};
+pub use decoder::ContextParallelDecoder;
+pub use dropout::{DropoutSite, StepDropout};
 pub use encoder::ContextParallelEncoder;
 pub use error::NnError;
+pub use memory::Memory;
 pub use parameters::{ParameterError, check_parameters};
 pub use rotary::*;
 pub use sharded::SequenceSharded;

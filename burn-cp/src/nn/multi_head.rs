@@ -24,12 +24,16 @@ const LARGEST_MIN_FLOAT: f64 = -1e3;
 ///
 /// A token of the result sees what the token of a `MultiHeadAttention` sees under a causal mask within its document; a token
 /// that is padding sees nothing, and its output is the bias of the output projection.
+///
+/// Dropout keeps its probability and is drawn from the seed of the batch, see [`StepDropout`](super::StepDropout); a model with several such layers
+/// numbers them with [`ContextParallelAttention::in_layer`]. It drops weights after the softmax, as in Vaswani et al., 2017,
+/// section 5.4; Burn's layer sets scores to 0 ahead of the softmax.
 impl<B: Backend> TryFrom<MultiHeadAttention<B>> for ContextParallelAttention<B> {
     type Error = NnError;
 
     /// # Errors
-    /// [`NnError::Unconvertible`]: quiet softmax, dropout above 0, a `min_float` that leaves hidden keys a weight, or heads
-    /// that do not make up `d_model`.
+    /// [`NnError::Unconvertible`]: quiet softmax, dropout of everything, a `min_float` that leaves hidden keys a weight, or
+    /// heads that do not make up `d_model`.
     fn try_from(layer: MultiHeadAttention<B>) -> Result<Self, NnError> {
         check("", &layer)?;
         Ok(Self {
@@ -40,9 +44,12 @@ impl<B: Backend> TryFrom<MultiHeadAttention<B>> for ContextParallelAttention<B> 
             o_proj: layer.output,
             q_norm: None,
             k_norm: None,
+            mask: None,
             causal: true,
             window: None,
             rope: None,
+            dropout: layer.dropout.prob,
+            layer: 0,
         })
     }
 }
@@ -122,15 +129,15 @@ pub(super) fn check<B: Backend>(path: &str, layer: &MultiHeadAttention<B>) -> Re
     Ok(())
 }
 
-/// Dropout draws anew on every rank: ranks that are seeded alike would drop alike, and no seed gives the masks of one rank.
+/// What is kept is divided by the probability to keep it.
 pub(super) fn check_dropout(path: &str, what: &str, prob: f64) -> Result<(), NnError> {
-    if prob == 0.0 {
+    if (0.0..1.0).contains(&prob) {
         return Ok(());
     }
     Err(unconvertible(
         path,
         what,
-        "0, since ranks cannot drop what one rank would",
+        "at least 0 and less than 1, since nothing would be kept",
         prob,
     ))
 }
@@ -156,14 +163,23 @@ pub(super) fn attend<B: ContextParallelBackend>(
     step: &CpStep<B>,
     options: &AttentionOptions,
 ) -> Tensor<B, 3> {
-    let [batch, tokens, width] = x.dims();
-    let heads = |projection: &Linear<B>| {
-        projection
-            .forward(x.clone())
-            .reshape([batch, tokens, layer.n_heads, layer.d_k])
-            .swap_dims(1, 2)
-    };
-    let [q, k, v] = [&layer.query, &layer.key, &layer.value].map(heads);
-    let out = step.attention(q, k, v, options).swap_dims(1, 2);
-    layer.output.forward(out.reshape([batch, tokens, width]))
+    let [q, k, v] = [&layer.query, &layer.key, &layer.value]
+        .map(|projection| heads(layer, projection.forward(x.clone())));
+    joined(layer, step.attention(q, k, v, options))
+}
+
+/// `[batch, tokens, d_model]` -> `[batch, n_heads, tokens, d_k]`
+pub(super) fn heads<B: Backend>(layer: &MultiHeadAttention<B>, x: Tensor<B, 3>) -> Tensor<B, 4> {
+    let [batch, tokens, _] = x.dims();
+    x.reshape([batch, tokens, layer.n_heads, layer.d_k])
+        .swap_dims(1, 2)
+}
+
+/// The inverse of [`heads`], through the output projection.
+pub(super) fn joined<B: Backend>(layer: &MultiHeadAttention<B>, out: Tensor<B, 4>) -> Tensor<B, 3> {
+    let [batch, _, tokens, _] = out.dims();
+    let width = layer.n_heads * layer.d_k;
+    layer
+        .output
+        .forward(out.swap_dims(1, 2).reshape([batch, tokens, width]))
 }

@@ -9,8 +9,9 @@ use burn::{
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
+use super::AuditError;
 use crate::{
-    collectives::CollectiveBackend,
+    collectives::{CollectiveBackend, Payload, read_to_host},
     comm::{CommError, FailureCause, ProcessGroup, Transport, odd_one_out},
     sharder::CapabilityError,
 };
@@ -49,6 +50,9 @@ pub enum ParameterError {
     /// The configuration asks for what the model does not declare to support.
     #[error(transparent)]
     Unsupported(#[from] CapabilityError),
+    /// The model holds attention that would see its own rank's tokens only.
+    #[error(transparent)]
+    Unconverted(#[from] AuditError),
     /// The ranks could not talk to each other.
     #[error(transparent)]
     Comm(#[from] CommError),
@@ -95,8 +99,9 @@ impl<B: CollectiveBackend> ModuleVisitor<B> for Collect {
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
         let tensor = param.val();
-        let leaf = B::leaf_id(&tensor.clone().into_primitive().tensor());
-        let data = tensor.into_data();
+        let primitive = tensor.into_primitive().tensor();
+        let leaf = B::leaf_id(&primitive);
+        let data = read_to_host::<B>(Payload::Float(primitive));
         self.found.push(Fingerprint {
             path: self.path.join("."),
             shape: data.shape.to_vec(),

@@ -8,7 +8,7 @@ use burn::{
     },
 };
 
-use super::{ParameterError, SequenceModel, check_parameters};
+use super::{AttentionAudit, ParameterError, SequenceModel, check_parameters};
 use crate::{
     attention::ContextParallelBackend,
     sharder::{ContextParallel, CpStep, ModelCapabilities, StepError},
@@ -28,19 +28,40 @@ impl<M> SequenceSharded<M> {
     /// (`model.clone().fork(device)`, after every parameter has been materialised).
     ///
     /// # Errors
-    /// The configuration asks for what the model does not declare, found before anything is sent; ranks that start with
-    /// different parameters, or share autodiff leaves. The same error on all of them.
+    /// The configuration asks for what the model does not declare, or sequences are sharded and the model holds attention of
+    /// `burn::nn` that was not converted: found before anything is sent. Ranks that start with different parameters, or share
+    /// autodiff leaves. The same error on all of them.
     pub fn new<B>(model: M, cp: &ContextParallel) -> Result<Self, ParameterError>
     where
         B: ContextParallelBackend,
         M: Module<B> + SequenceModel<B>,
     {
+        Self::with_audit(model, cp, &AttentionAudit::new())
+    }
+
+    /// [`Self::new`] for a model in which some attention of `burn::nn` is meant to stay as it is, such as that of a vision tower,
+    /// which attends within one frame.
+    ///
+    /// # Errors
+    /// As [`Self::new`], for what `audit` does not allow.
+    pub fn with_audit<B>(
+        model: M,
+        cp: &ContextParallel,
+        audit: &AttentionAudit,
+    ) -> Result<Self, ParameterError>
+    where
+        B: ContextParallelBackend,
+        M: Module<B> + SequenceModel<B>,
+    {
         SequenceModel::<B>::capabilities(&model).check_config(cp.config(), cp.group().size())?;
+        if cp.group().size() > 1 {
+            audit.check(&model)?;
+        }
         check_parameters(&model, cp.loss_group())?;
         Ok(Self { model })
     }
 
-    /// Wraps a model without comparing it to the other ranks'. For ranks that differ on purpose.
+    /// Wraps a model without the audit, and without comparing it to the other ranks'. For ranks that differ on purpose.
     pub fn unchecked(model: M) -> Self {
         Self { model }
     }

@@ -8,6 +8,8 @@ use burn::{
     tensor::{DType, FloatDType, Tensor, backend::AutodiffBackend},
 };
 
+use crate::collectives::{Payload, read_to_host};
+
 /// Scales all gradients so that their common Euclidean norm is at most `max_norm`; returns them with the norm they had.
 ///
 /// Call it with synchronised gradients: every rank then has the same norm, and no communication is needed. Waits for the
@@ -28,7 +30,9 @@ where
     };
     module.visit(&mut norm);
     let squared = norm.sum.map_or(0.0, |sum| {
-        sum.into_data().iter::<f64>().next().unwrap_or_default()
+        let sum = Payload::Float(sum.into_primitive().tensor());
+        let sum = read_to_host::<B::InnerBackend>(sum);
+        sum.iter::<f64>().next().unwrap_or_default()
     });
     let norm = squared.sqrt();
     if !norm.is_finite() || norm <= max_norm {

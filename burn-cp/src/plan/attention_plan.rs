@@ -2,10 +2,11 @@
 
 use std::sync::{Arc, OnceLock};
 
-use super::derive::{RowTable, rank_plan};
+use super::derive::rank_plan;
 use super::hash::hash;
-use super::types::{RankPlan, TokenSpan};
-use super::{MaskKind, PlanError};
+use super::table::Table;
+use super::types::{KvPiece, RankPlan, TokenSpan};
+use super::{MaskKind, PlanError, mask};
 use crate::layout::{Documents, TokenLayout};
 
 /// Who computes what, and which tokens move between whom, for one mask.
@@ -37,15 +38,20 @@ pub struct AttentionPlan {
     layout: Arc<TokenLayout>,
     mask: MaskKind,
     ranks: Vec<RankPlan>,
-    /// By `source * world_size + destination`.
-    transfers: Vec<Transfer>,
+    /// By destination.
+    transfers: Vec<Transfers>,
     hash: OnceLock<[u8; 32]>,
 }
 
-#[derive(Debug, Clone, Default)]
-struct Transfer {
+/// What one rank gets, its own tokens included.
+#[derive(Debug, Clone)]
+struct Transfers {
+    /// By source, and within a source in the order of the pieces.
     spans: Vec<TokenSpan>,
-    num_tokens: usize,
+    /// First span of each source; the number of spans at the end.
+    first: Vec<usize>,
+    /// Tokens from each source.
+    num_tokens: Vec<usize>,
 }
 
 impl AttentionPlan {
@@ -53,8 +59,9 @@ impl AttentionPlan {
     ///
     /// # Errors
     ///
-    /// Rows of another length than the layout's (pad the documents with [`Documents::padded_to`] first),
-    /// or numbers past 64 bits.
+    /// Rows of another length than the layout's (pad the documents with [`Documents::padded_to`] first);
+    /// a mask of things that cannot be combined ([`PlanError::Pair`]) or that needs what did not come with
+    /// the documents ([`PlanError::Unmarked`]); numbers past 64 bits.
     pub fn new(
         documents: Arc<Documents>,
         layout: Arc<TokenLayout>,
@@ -72,9 +79,10 @@ impl AttentionPlan {
                 what: "number of tokens",
             });
         }
-        let tables = RowTable::of(&documents);
+        mask::check(mask, &documents)?;
+        let table = Table::new(&documents, &layout);
         let mut ranks = (0..layout.world_size())
-            .map(|rank| rank_plan(&tables, &layout, mask, rank))
+            .map(|rank| rank_plan(&documents, &table, mask, rank))
             .collect::<Result<Vec<_>, _>>()?;
         let transfers = transfers(&mut ranks);
         Ok(Self {
@@ -128,7 +136,8 @@ impl AttentionPlan {
     ///
     /// If there is no such rank.
     pub fn transfers(&self, source: usize, destination: usize) -> &[TokenSpan] {
-        &self.transfer(source, destination).spans
+        let transfers = self.to(source, destination);
+        &transfers.spans[transfers.first[source]..transfers.first[source + 1]]
     }
 
     /// Number of tokens in [`transfers`](Self::transfers).
@@ -137,16 +146,16 @@ impl AttentionPlan {
     ///
     /// If there is no such rank.
     pub fn num_transferred(&self, source: usize, destination: usize) -> usize {
-        self.transfer(source, destination).num_tokens
+        self.to(source, destination).num_tokens[source]
     }
 
-    fn transfer(&self, source: usize, destination: usize) -> &Transfer {
+    fn to(&self, source: usize, destination: usize) -> &Transfers {
         let world_size = self.world_size();
         assert!(
             source < world_size && destination < world_size,
             "ranks {source} and {destination} of {world_size}"
         );
-        &self.transfers[source * world_size + destination]
+        &self.transfers[destination]
     }
 
     /// Whether any rank needs a token of another. If not, no rank has to communicate.
@@ -156,7 +165,7 @@ impl AttentionPlan {
         self.ranks.iter().any(|rank| rank.kv_tokens_received > 0)
     }
 
-    /// SHA-256 of documents, layout and mask: equal on all ranks and platforms that plan the same.
+    /// SHA-256 of documents (with their spans, prefixes and masks), layout and mask: equal on all ranks and platforms that plan the same.
     ///
     /// Computed at the first call and kept.
     pub fn hash(&self) -> [u8; 32] {
@@ -173,24 +182,47 @@ impl AttentionPlan {
 }
 
 /// Lists for each pair of ranks what moves, and notes at the sources how much they send.
-fn transfers(ranks: &mut [RankPlan]) -> Vec<Transfer> {
+fn transfers(ranks: &mut [RankPlan]) -> Vec<Transfers> {
     let world_size = ranks.len();
-    let mut transfers = vec![Transfer::default(); world_size * world_size];
-    for (destination, rank) in ranks.iter().enumerate() {
-        for piece in &rank.pieces {
-            let transfer = &mut transfers[piece.source * world_size + destination];
-            transfer.num_tokens += piece.local.len();
-            transfer.spans.push(TokenSpan {
-                row: piece.row,
-                local: piece.local.clone(),
-            });
-        }
-    }
+    let transfers: Vec<Transfers> = (ranks.iter())
+        .map(|rank| Transfers::new(&rank.pieces, world_size))
+        .collect();
     for (source, rank) in ranks.iter_mut().enumerate() {
-        rank.kv_tokens_sent = (0..world_size)
-            .filter(|&destination| destination != source)
-            .map(|destination| transfers[source * world_size + destination].num_tokens)
-            .sum();
+        let others = (transfers.iter().enumerate()).filter(|(to, _)| *to != source);
+        rank.kv_tokens_sent = others.map(|(_, to)| to.num_tokens[source]).sum();
     }
     transfers
+}
+
+impl Transfers {
+    /// Sorts pieces by source, in time that grows with their number.
+    fn new(pieces: &[KvPiece], world_size: usize) -> Self {
+        let mut first = vec![0; world_size + 1];
+        let mut num_tokens = vec![0; world_size];
+        for piece in pieces {
+            first[piece.source + 1] += 1;
+            num_tokens[piece.source] += piece.local.len();
+        }
+        for source in 0..world_size {
+            first[source + 1] += first[source];
+        }
+        let mut next = first.clone();
+        let nothing = TokenSpan {
+            row: 0,
+            local: 0..0,
+        };
+        let mut spans = vec![nothing; pieces.len()];
+        for piece in pieces {
+            spans[next[piece.source]] = TokenSpan {
+                row: piece.row,
+                local: piece.local.clone(),
+            };
+            next[piece.source] += 1;
+        }
+        Self {
+            spans,
+            first,
+            num_tokens,
+        }
+    }
 }

@@ -5,105 +5,19 @@
 
 use std::ops::Range;
 
-use super::PlanError;
-use super::mask::MaskKind;
+use super::mask::{Part, Sight};
+use super::table::Table;
 use super::types::{KvPiece, RankPlan, Segment};
-use crate::layout::{Document, Documents, TokenLayout};
+use super::{MaskKind, PlanError};
+use crate::layout::Documents;
 
-/// A run of real tokens of a row with its place in its document.
-struct RealRun {
-    tokens: Range<usize>,
-    document: usize,
-    /// Document position of the first token.
-    position: usize,
-}
-
-/// The real runs of one row, ascending by token, which also is ascending by document and position.
-pub(super) struct RowTable {
-    runs: Vec<RealRun>,
-    /// First run of each document; the number of runs at the end.
-    first_run: Vec<usize>,
-}
-
-impl RowTable {
-    fn new(documents: &[Document]) -> Self {
-        let mut runs = Vec::with_capacity(documents.len());
-        let mut first_run = Vec::with_capacity(documents.len() + 1);
-        for (index, document) in documents.iter().enumerate() {
-            first_run.push(runs.len());
-            let mut position = 0;
-            for tokens in &document.runs {
-                runs.push(RealRun {
-                    tokens: tokens.clone(),
-                    document: index,
-                    position,
-                });
-                position += tokens.len();
-            }
-        }
-        first_run.push(runs.len());
-        Self { runs, first_run }
-    }
-
-    /// One table per batch row.
-    pub(super) fn of(documents: &Documents) -> Vec<Self> {
-        documents.rows().map(Self::new).collect()
-    }
-
-    /// The real runs within the token range, cut to it.
-    fn real_within(&self, tokens: &Range<usize>) -> impl Iterator<Item = RealRun> {
-        let first = self
-            .runs
-            .partition_point(|run| run.tokens.end <= tokens.start);
-        let Range { start, end } = *tokens;
-        self.runs[first..]
-            .iter()
-            .take_while(move |run| run.tokens.start < end)
-            .map(move |run| {
-                let cut = run.tokens.start.max(start)..run.tokens.end.min(end);
-                RealRun {
-                    document: run.document,
-                    position: run.position + (cut.start - run.tokens.start),
-                    tokens: cut,
-                }
-            })
-    }
-
-    fn document_runs(&self, document: usize) -> &[RealRun] {
-        &self.runs[self.first_run[document]..self.first_run[document + 1]]
-    }
-
-    fn document_len(&self, document: usize) -> usize {
-        let last = self.document_runs(document).last();
-        last.map_or(0, |run| run.position + run.tokens.len())
-    }
-
-    /// The token runs of a document that hold the document positions, in order.
-    fn tokens_at(
-        &self,
-        document: usize,
-        positions: &Range<usize>,
-    ) -> impl Iterator<Item = Range<usize>> {
-        let runs = self.document_runs(document);
-        let first = runs.partition_point(|run| run.position + run.tokens.len() <= positions.start);
-        let Range { start, end } = *positions;
-        runs[first..]
-            .iter()
-            .take_while(move |run| run.position < end)
-            .map(move |run| {
-                let from = start.saturating_sub(run.position);
-                let to = run.tokens.len().min(end - run.position);
-                run.tokens.start + from..run.tokens.start + to
-            })
-    }
-}
-
-/// A maximal run of queries: consecutive in the shard and in the document.
-struct QueryRun {
+/// A run of queries of one document, consecutive in the shard, that all see in one way: one segment.
+struct Queries {
     row: usize,
     document: usize,
-    local: Range<usize>,
-    positions: Range<usize>,
+    /// Local token index of the first query.
+    local: usize,
+    part: Part,
 }
 
 /// A run of document positions whose keys a rank needs.
@@ -117,30 +31,36 @@ struct KeyRun {
 
 /// Derives everything about one rank except what others ask of it.
 pub(super) fn rank_plan(
-    tables: &[RowTable],
-    layout: &TokenLayout,
+    documents: &Documents,
+    table: &Table,
     mask: MaskKind,
     rank: usize,
 ) -> Result<RankPlan, PlanError> {
-    let queries = query_runs(tables, layout, rank);
-    let (key_runs, key_run_of) = key_runs(&queries, mask, tables);
-    let pieces = pieces(&key_runs, tables, layout);
+    let queries = queries(documents, table, mask, rank);
+    let (key_runs, key_run_of) = key_runs(&queries);
+    let pieces = pieces(&key_runs, table);
     let mut area = 0_u128;
+    let mut tokens = 0;
     let mut segments = Vec::with_capacity(queries.len());
     for (query, &key_run) in queries.iter().zip(&key_run_of) {
-        let len = tables[query.row].document_len(query.document);
-        let keys = mask.keys(&query.positions, len);
-        area = area.saturating_add(mask.area(&query.positions, len));
+        let Part {
+            queries,
+            keys,
+            causal,
+            window,
+        } = &query.part;
+        area = area.saturating_add(query.part.area());
+        tokens += queries.len();
         let run = &key_runs[key_run];
         let start = run.at + (keys.start - run.positions.start);
         segments.push(Segment {
             q_row: query.row,
-            q: query.local.clone(),
+            q: query.local..query.local + queries.len(),
             k_row: 0,
             k: start..start + keys.len(),
             k_position: keys.start,
-            causal: mask.is_causal(),
-            window: mask.window(),
+            causal: *causal,
+            window: *window,
         });
     }
     let received = pieces.iter().filter(|piece| piece.source != rank);
@@ -149,7 +69,7 @@ pub(super) fn rank_plan(
         area: u64::try_from(area).map_err(|_| PlanError::Overflow {
             what: "number of visible pairs",
         })?,
-        tokens: queries.iter().map(|query| query.local.len()).sum(),
+        tokens,
         buffer_len: pieces
             .last()
             .map_or(0, |piece| piece.at + piece.local.len()),
@@ -160,57 +80,37 @@ pub(super) fn rank_plan(
     })
 }
 
-fn query_runs(tables: &[RowTable], layout: &TokenLayout, rank: usize) -> Vec<QueryRun> {
-    let mut queries: Vec<QueryRun> = Vec::new();
-    for (row, table) in tables.iter().enumerate() {
-        let mut offset = 0;
-        for range in layout.ranges(rank) {
-            for run in table.real_within(range) {
-                let local = offset + (run.tokens.start - range.start);
-                let num = run.tokens.len();
-                match queries.last_mut() {
-                    Some(last)
-                        if last.row == row
-                            && last.document == run.document
-                            && last.local.end == local
-                            && last.positions.end == run.position =>
-                    {
-                        last.local.end += num;
-                        last.positions.end += num;
-                    }
-                    _ => queries.push(QueryRun {
-                        row,
-                        document: run.document,
-                        local: local..local + num,
-                        positions: run.position..run.position + num,
-                    }),
-                }
-            }
-            offset += range.len();
-        }
+/// The queries of a rank by the way in which they see, by row and local token.
+fn queries(documents: &Documents, table: &Table, mask: MaskKind, rank: usize) -> Vec<Queries> {
+    let runs = table.shard(rank);
+    let mut queries = Vec::with_capacity(runs.len());
+    for run in runs {
+        let (row, document) = (run.row, run.document);
+        let sight = Sight::of(documents, mask, row, document);
+        let positions = run.position..run.position + run.local.len();
+        sight.parts(positions, run.document_len, |part| {
+            queries.push(Queries {
+                row,
+                document,
+                local: run.local.start + (part.queries.start - run.position),
+                part,
+            });
+        });
     }
     queries
 }
 
-/// The union of all keys needed, in buffer order, and for each query run the key run that holds its keys.
-fn key_runs(
-    queries: &[QueryRun],
-    mask: MaskKind,
-    tables: &[RowTable],
-) -> (Vec<KeyRun>, Vec<usize>) {
-    let keys = |query: &QueryRun| {
-        let len = tables[query.row].document_len(query.document);
-        mask.keys(&query.positions, len)
-    };
+/// The union of all keys needed, in buffer order, and for each part the key run that holds its keys.
+fn key_runs(queries: &[Queries]) -> (Vec<KeyRun>, Vec<usize>) {
     let mut order: Vec<(usize, usize, usize, usize)> = (queries.iter().enumerate())
-        .map(|(index, query)| (query.row, query.document, keys(query).start, index))
+        .map(|(index, query)| (query.row, query.document, query.part.keys.start, index))
         .collect();
     // Local order is nearly always token order already, which a run-detecting sort sees at once.
     order.sort();
     let mut runs: Vec<KeyRun> = Vec::new();
     let mut run_of = vec![0; queries.len()];
     for (row, document, _, index) in order {
-        let needed = keys(&queries[index]);
+        let needed = &queries[index].part.keys;
         match runs.last_mut() {
             Some(last)
                 if last.row == row
@@ -224,7 +124,7 @@ fn key_runs(
                 runs.push(KeyRun {
                     row,
                     document,
-                    positions: needed,
+                    positions: needed.clone(),
                     at,
                 });
             }
@@ -235,32 +135,30 @@ fn key_runs(
 }
 
 /// Where each part of the buffer comes from, joined as far as one source has it in order.
-fn pieces(key_runs: &[KeyRun], tables: &[RowTable], layout: &TokenLayout) -> Vec<KvPiece> {
+fn pieces(key_runs: &[KeyRun], table: &Table) -> Vec<KvPiece> {
     let mut pieces: Vec<KvPiece> = Vec::new();
     let mut at = 0;
     for run in key_runs {
         debug_assert_eq!(run.at, at);
-        for tokens in tables[run.row].tokens_at(run.document, &run.positions) {
-            for owned in layout.owned_ranges(tokens) {
-                let num = owned.local.len();
-                match pieces.last_mut() {
-                    Some(last)
-                        if last.source == owned.rank
-                            && last.row == run.row
-                            && last.local.end == owned.local.start =>
-                    {
-                        last.local.end = owned.local.end;
-                    }
-                    _ => pieces.push(KvPiece {
-                        source: owned.rank,
-                        row: run.row,
-                        local: owned.local,
-                        at,
-                    }),
+        table.owners(run.row, run.document, &run.positions, |source, local| {
+            let num = local.len();
+            match pieces.last_mut() {
+                Some(last)
+                    if last.source == source
+                        && last.row == run.row
+                        && last.local.end == local.start =>
+                {
+                    last.local.end = local.end;
                 }
-                at += num;
+                _ => pieces.push(KvPiece {
+                    source,
+                    row: run.row,
+                    local,
+                    at,
+                }),
             }
-        }
+            at += num;
+        });
     }
     pieces
 }

@@ -22,4 +22,45 @@ pub enum PlanError {
         /// The count.
         what: &'static str,
     },
+    /// A left halo cannot bring a token that is not the left neighbour's.
+    #[error(
+        "left-halo: expected rank {rank} to need tokens of {} only, got tokens of rank {got}; needed-only serves every layout",
+        expected.map_or("itself".to_owned(), |left| format!("itself and rank {left}"))
+    )]
+    NotLeftNeighbour {
+        /// The rank that needs them.
+        rank: usize,
+        /// Its left neighbour, if it has one.
+        expected: Option<usize>,
+        /// The rank that has them.
+        got: usize,
+    },
+    /// Heads cannot be dealt out evenly.
+    #[error("head-all-to-all: expected a number of {what} that {expected} ranks divide, got {got}")]
+    HeadDivisibility {
+        /// Which heads.
+        what: &'static str,
+        /// Number of ranks.
+        expected: usize,
+        /// Number of heads.
+        got: usize,
+    },
+    /// A mask of two things that are not defined together.
+    #[error("plan: {first} and {second} cannot be combined in one mask")]
+    Pair {
+        /// One of the two.
+        first: &'static str,
+        /// The other.
+        second: &'static str,
+    },
+    /// A mask asks for something that did not come with the documents.
+    #[error(
+        "plan: the mask {mask} needs {what} of the documents, got documents without; give them to the batch or to its documents, empty ones where there are none"
+    )]
+    Unmarked {
+        /// The mask.
+        mask: &'static str,
+        /// What it needs.
+        what: &'static str,
+    },
 }

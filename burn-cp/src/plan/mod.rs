@@ -6,8 +6,8 @@
 //!
 //! - the K/V buffer: the keys that some query of the rank sees, ordered by row, document and document
 //!   position, and the [`KvPiece`]s it is put together from;
-//! - the [`Segment`]s: runs of queries, each with the one contiguous run of that buffer which holds its
-//!   keys, so that varlen kernels apply to every layout;
+//! - the [`Segment`]s: runs of queries that see in one way, each with the one contiguous run of that buffer
+//!   which holds its keys, so that varlen kernels apply to every layout and every mask;
 //!
 //! and for each pair of ranks the tokens that move, with the work and the bytes that this costs.
 //!
@@ -20,12 +20,17 @@ mod derive;
 mod error;
 mod hash;
 mod mask;
+mod predict;
+mod strategy;
+mod table;
 #[cfg(test)]
 mod tests;
 mod types;
 
+pub use crate::layout::MaskKind;
 pub use attention_plan::AttentionPlan;
-pub use cost::{ExchangeBytes, ExchangeStrategy, KvShape};
+pub use cost::{CostShape, ExchangeBytes};
 pub use error::PlanError;
-pub use mask::MaskKind;
+pub use predict::{Hardware, RankCost, StrategyCost};
+pub use strategy::ExchangeStrategy;
 pub use types::{KvPiece, KvSource, RankPlan, Segment, TokenSpan};

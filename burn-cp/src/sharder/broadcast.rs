@@ -9,7 +9,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use super::{ContextParallel, StepError};
 use crate::{
     attention::ContextParallelBackend,
-    batch::{Media, Primary, SequenceBatch, Stream, zeros_payload},
+    batch::{Marks, Media, Primary, SequenceBatch, Stream, zeros_payload},
     collectives::{Call, Collective, Payload},
     layout::{Documents, Placement},
 };
@@ -23,11 +23,13 @@ struct Parcel {
     positions: Option<TensorData>,
     documents: Option<Documents>,
     padding_mask: Option<TensorData>,
+    marks: Marks,
     placement: Option<Placement>,
     /// Name, grids, merge size, placeholders.
     media: Vec<(String, Vec<[usize; 3]>, usize, TensorData)>,
     deepstack: Option<TensorData>,
     streams: Vec<String>,
+    dropout_seed: Option<u64>,
     tensors: Vec<Form>,
 }
 
@@ -146,6 +148,7 @@ impl Parcel {
             positions: batch.positions,
             documents: batch.documents,
             padding_mask: batch.padding_mask,
+            marks: batch.marks,
             placement: batch.placement,
             media: (batch.media.into_iter())
                 .map(|media| {
@@ -161,6 +164,7 @@ impl Parcel {
                 .collect(),
             deepstack: batch.deepstack.map(|(mask, _)| mask),
             streams: batch.streams.into_keys().collect(),
+            dropout_seed: batch.dropout_seed,
             tensors: tensors.iter().map(form).collect(),
         }
     }
@@ -201,10 +205,12 @@ impl Parcel {
             positions: self.positions.clone(),
             documents: self.documents.clone(),
             padding_mask: self.padding_mask.clone(),
+            marks: self.marks.clone(),
             placement: self.placement.clone(),
             media,
             deepstack: self.deepstack.clone().map(|mask| (mask, layers)),
             streams,
+            dropout_seed: self.dropout_seed,
         }
     }
 }

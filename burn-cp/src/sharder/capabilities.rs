@@ -7,10 +7,11 @@
 //! the documents and from the ranges that each rank owns, whichever policy dealt them out, so every layout keeps documents
 //! apart; and the mask, with its window, is the model's own request with each call of attention, from which the plan is made:
 //! the exchange and the segments are those of that mask, or there is an error. A window without a causal mask has no
-//! representation ([`MaskKind`](crate::plan::MaskKind)).
+//! representation ([`MaskKind`](crate::plan::MaskKind)). What a batch says for masks to ask (spans, prefixes, masks of its
+//! documents) is declared, since a model whose calls do not ask would ignore it.
 
 use super::{ContextParallelConfig, CpStep, PrimaryStream};
-use crate::attention::ContextParallelBackend;
+use crate::{attention::ContextParallelBackend, layout::Documents, vision::VisionDelivery};
 
 /// What a model declares to support.
 ///
@@ -27,10 +28,14 @@ use crate::attention::ContextParallelBackend;
 pub struct ModelCapabilities {
     /// Several documents in a row: tokens meet in attention only, or in layers that know where documents begin.
     pub packed_documents: bool,
+    /// Bidirectional spans, prefixes and masks of documents that the batch brings: attention asks for them.
+    pub document_masks: bool,
     /// Images and videos: the model encodes a batch's media.
     pub media: bool,
     /// A vision tower that may be split by frames: no frame's features depend on another frame.
     pub vision_sharding: bool,
+    /// Vision features of its own shard's tokens only: it asks for no other row of them.
+    pub local_media: bool,
     /// Deepstack features that the batch brings, rather than the model's own tower.
     pub deepstack: bool,
     /// A primary stream that is left whole: the model cuts its hidden states itself.
@@ -42,8 +47,10 @@ impl ModelCapabilities {
     pub const fn text() -> Self {
         Self {
             packed_documents: true,
+            document_masks: false,
             media: false,
             vision_sharding: false,
+            local_media: false,
             deepstack: false,
             whole_stream: false,
         }
@@ -51,11 +58,18 @@ impl ModelCapabilities {
 
     /// The same for a model whose layers take a row for one document, such as recurrences and convolutions over it.
     ///
-    /// Layers through which tokens meet outside of attention need the tokens of other ranks; exchanging those is the model's
-    /// own work, and nothing here checks that it does.
+    /// Layers through which tokens meet outside of attention need the tokens of other ranks: [`recurrent`](crate::recurrent) has
+    /// what they need and knows documents. That a model uses it is nothing that could be checked here.
     #[must_use]
     pub const fn without_packed_documents(mut self) -> Self {
         self.packed_documents = false;
+        self
+    }
+
+    /// The same for a model whose attention asks for the spans, prefixes or masks that come with a batch's documents.
+    #[must_use]
+    pub const fn with_document_masks(mut self) -> Self {
+        self.document_masks = true;
         self
     }
 
@@ -70,6 +84,14 @@ impl ModelCapabilities {
     #[must_use]
     pub const fn with_vision_sharding(mut self) -> Self {
         self.vision_sharding = true;
+        self
+    }
+
+    /// The same for a model that takes the features of its own shard's tokens, in their order, and needs no others: one that
+    /// hands what [`CpStep::encode_media`] returns to [`CpStep::scatter_media`].
+    #[must_use]
+    pub const fn with_local_media(mut self) -> Self {
+        self.local_media = true;
         self
     }
 
@@ -119,6 +141,9 @@ impl ModelCapabilities {
         {
             violations.push(Violation::PackedDocuments { row, num_documents });
         }
+        if let Some(what) = asked_of(step.documents()).filter(|_| !self.document_masks) {
+            violations.push(Violation::DocumentMasks { what });
+        }
         let num_media = step.num_media();
         if num_media > 0 && !self.media {
             violations.push(Violation::Media { num_media });
@@ -145,10 +170,32 @@ impl ModelCapabilities {
         if reads_media && config.vision.enabled && world_size > 1 && !self.vision_sharding {
             violations.push(Violation::VisionSharding { world_size });
         }
+        if reads_media && config.vision.delivery == VisionDelivery::ToConsumers && !self.local_media
+        {
+            violations.push(Violation::VisionDelivery);
+        }
         if config.primary == PrimaryStream::Whole && !self.whole_stream {
             violations.push(Violation::WholeStream);
         }
         violations
+    }
+}
+
+/// What the documents say for masks to ask, if anything: an empty list says nothing.
+fn asked_of(documents: &Documents) -> Option<&'static str> {
+    let any = |says: fn(&Documents, usize, usize) -> bool| {
+        let rows = documents.rows().enumerate();
+        rows.flat_map(|(row, table)| (0..table.len()).map(move |index| (row, index)))
+            .any(|(row, index)| says(documents, row, index))
+    };
+    if documents.has_masks() {
+        Some("masks of documents")
+    } else if any(|documents, row, index| !documents.spans(row, index).is_empty()) {
+        Some("bidirectional spans")
+    } else if any(|documents, row, index| documents.prefix(row, index) > 0) {
+        Some("prefixes")
+    } else {
+        None
     }
 }
 
@@ -166,6 +213,15 @@ pub enum Violation {
         row: usize,
         /// Documents with tokens in it.
         num_documents: usize,
+    },
+    /// The batch says of its documents what attention does not ask.
+    #[error(
+        "the batch brings {what}, which the model would ignore: leave them out, or declare document_masks in a model whose \
+         attention asks for them"
+    )]
+    DocumentMasks {
+        /// Spans, prefixes or masks.
+        what: &'static str,
     },
     /// The batch carries media.
     #[error(
@@ -186,6 +242,13 @@ pub enum Violation {
         /// Ranks of the group.
         world_size: usize,
     },
+    /// Vision features would go to the ranks whose tokens they are.
+    #[error(
+        "vision features would go only to the ranks whose shards hold their tokens, which the model does not declare to \
+         allow: set vision.delivery = \"gathered\" so that every rank is given all of them, or declare local_media in a model \
+         that takes those of its own tokens"
+    )]
+    VisionDelivery,
     /// The batch brings deepstack features.
     #[error(
         "the batch brings deepstack features for {num_layers} layers, which the model would ignore: leave them out, or \

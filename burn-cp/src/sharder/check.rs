@@ -37,6 +37,7 @@ pub(super) fn check<B: Backend>(
     let labels = check_labels(batch, size)?;
     let media = check_media(batch, size)?;
     let deepstack = check_deepstack(batch, size)?;
+    let documents = batch.marked(documents, size)?;
     check_placed(batch, &documents, |token| {
         let has_feature = [&media, &deepstack]
             .into_iter()

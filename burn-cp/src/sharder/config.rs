@@ -35,6 +35,7 @@ pub enum PrimaryStream {
 /// | `layout` | `{ "contiguous": { "multiple": 1 } }` (default) | `contiguous` |
 /// | | `"head-tail"` | `round_robin`, `load_balanced`, `zigzag` |
 /// | | `"dual-chunk-swap"` | `thd`, `thd_dual_chunk_swap` |
+/// | | `{ "balanced": { "visibility": { "causal": { "window": null } } } }` | `balanced` |
 /// | | `"identity"` | |
 /// | | `{ "custom": [[{ "start": 0, "end": 8 }], ..] }` | |
 /// | `exchange` | `"needed-only"` (default) | `needed`, `halo`, `neighbor`, `neighbour`, `a2a`, `a2av`, `alltoall`, `all_to_all`, `needed_a2a` |

@@ -6,7 +6,7 @@ use burn::tensor::backend::Backend;
 use sha2::{Digest, Sha256};
 
 use super::{
-    ContextParallelConfig, CpStep, StepError,
+    ContextParallelConfig, CpStep, PrimaryStream, StepError,
     arrangement::Arrangement,
     broadcast::tensors_of,
     check::{CheckedBatch, check},
@@ -18,6 +18,7 @@ use crate::{
     batch::SequenceBatch,
     comm::{Groups, ProcessGroup, ProgramOrder},
     plan::MaskKind,
+    vision::VisionDelivery,
 };
 
 /// A rank's end of a context-parallel run: its groups and how sequences are sharded over them. Cheap to clone.
@@ -33,7 +34,8 @@ impl ContextParallel {
     ///
     /// # Errors
     /// An axis of the configuration that the mesh does not have; loss axes without the axis that sequences are sharded over,
-    /// whose ranks hold parts of one loss; a stream that is declared twice.
+    /// whose ranks hold parts of one loss; a stream that is declared twice; vision features for their consumers only where
+    /// every rank embeds all tokens.
     pub fn new(groups: &Groups, config: ContextParallelConfig) -> Result<Self, StepError> {
         if !config.loss_axes.contains(&config.cp_axis) {
             return Err(StepError::Invalid {
@@ -53,6 +55,17 @@ impl ContextParallel {
                     got: format!("{:?} twice", stream.name),
                 });
             }
+        }
+        if config.primary == PrimaryStream::Whole
+            && config.vision.delivery == VisionDelivery::ToConsumers
+        {
+            return Err(StepError::Invalid {
+                what: "vision.delivery".into(),
+                expected:
+                    "\"gathered\" where primary = \"whole\", since every rank embeds all tokens"
+                        .into(),
+                got: "\"to-consumers\"".into(),
+            });
         }
         let cp = groups.along(&[config.cp_axis.as_str()])?;
         let loss_axes: Vec<&str> = config.loss_axes.iter().map(String::as_str).collect();
@@ -177,6 +190,7 @@ fn digest<B: Backend>(batch: &SequenceBatch<B>, checked: &CheckedBatch) -> [u8; 
     for name in batch.streams.keys() {
         hash.update(format!("stream {name:?}"));
     }
+    hash.update(format!("dropout {:?}", batch.dropout_seed));
     for media in &batch.media {
         hash.update(format!(
             "{} {:?} {}",

@@ -70,6 +70,7 @@ impl<'a> Cut<'a> {
                 .iter()
                 .filter_map(|(name, stream)| Some((name.clone(), self.declared(name, &stream.0)?)))
                 .collect(),
+            dropout_seed: batch.dropout_seed,
             device: device.clone(),
         }
     }

@@ -101,12 +101,38 @@ impl LocalPlaceholders {
         Tensor::from_data(TensorData::new(mask, shape), device)
     }
 
+    /// The feature rows of a rank's placeholders, in the order of its tokens, as runs.
+    pub(super) fn wanted(&self) -> Vec<Range<usize>> {
+        let mut runs: Vec<Range<usize>> = Vec::new();
+        for row in self.rows.iter().flatten() {
+            match runs.last_mut() {
+                Some(run) if run.end == *row => run.end += 1,
+                _ => runs.push(*row..*row + 1),
+            }
+        }
+        runs
+    }
+
+    /// [`Self::scatter`] of this rank's own feature rows, in the order of its tokens; one row without meaning where it has none.
+    pub(super) fn scatter_own<B: Backend>(&self, features: Tensor<B, 2>) -> Tensor<B, 3> {
+        let num_own = self.rows.iter().flatten().count();
+        let mut next = 0..num_own;
+        let own = |row: &Option<usize>| row.and_then(|_| next.next());
+        let rows = self.rows.iter().map(own).collect();
+        let own = Self {
+            batch: self.batch,
+            rows,
+            num_rows: num_own.max(1),
+        };
+        own.scatter(features)
+    }
+
     /// Feature rows `[num_rows, width]` at the tokens that they replace, zeros elsewhere: `[batch, local_tokens, width]`.
     pub(super) fn scatter<B: Backend>(&self, features: Tensor<B, 2>) -> Tensor<B, 3> {
         let [num_rows, width] = features.dims();
         assert_eq!(
             num_rows, self.num_rows,
-            "scatter_media: one feature row per placeholder of the batch"
+            "scatter_media: one feature row per placeholder of the batch, or of this rank where features go to their consumers"
         );
         let device = features.device();
         // Tokens without a feature take a row of zeros at the end; a rank without media thus stays on the tower's graph.

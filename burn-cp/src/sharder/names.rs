@@ -8,7 +8,10 @@ use serde::{
 };
 
 use super::PrimaryStream;
-use crate::{layout::LayoutPolicy, plan::ExchangeStrategy};
+use crate::{
+    layout::{LayoutPolicy, Visibility},
+    plan::ExchangeStrategy,
+};
 
 pub(super) const DEFAULT_LAYOUT: LayoutPolicy = LayoutPolicy::Contiguous { multiple: 1 };
 pub(super) const DEFAULT_EXCHANGE: ExchangeStrategy = ExchangeStrategy::NeededOnly;
@@ -95,6 +98,7 @@ enum LayoutName {
     Contiguous,
     HeadTail,
     DualChunkSwap,
+    Balanced,
     Identity,
     Custom,
 }
@@ -118,6 +122,11 @@ const LAYOUTS: Names<LayoutName> = Names {
             also: &["thd", "thd_dual_chunk_swap"],
         },
         Name {
+            value: LayoutName::Balanced,
+            written: "balanced",
+            also: &[],
+        },
+        Name {
             value: LayoutName::Identity,
             written: "identity",
             also: &[],
@@ -128,10 +137,7 @@ const LAYOUTS: Names<LayoutName> = Names {
             also: &[],
         },
     ],
-    unbuilt: &[Unbuilt {
-        written: "balanced",
-        also: &[],
-    }],
+    unbuilt: &[],
 };
 
 fn normalised(name: &str) -> String {
@@ -208,6 +214,12 @@ impl<'de, T: Copy> Visitor<'de> for ByName<T> {
     }
 }
 
+#[derive(Deserialize, Default)]
+#[serde(default, deny_unknown_fields)]
+struct Balanced {
+    visibility: Visibility,
+}
+
 #[derive(Deserialize)]
 #[serde(default, deny_unknown_fields)]
 struct Contiguous {
@@ -229,6 +241,9 @@ impl ByLayout {
             LayoutName::Contiguous => Ok(DEFAULT_LAYOUT),
             LayoutName::HeadTail => Ok(LayoutPolicy::HeadTail),
             LayoutName::DualChunkSwap => Ok(LayoutPolicy::DualChunkSwap),
+            LayoutName::Balanced => Ok(LayoutPolicy::Balanced {
+                visibility: Visibility::default(),
+            }),
             LayoutName::Identity => Ok(LayoutPolicy::Identity),
             LayoutName::Custom => Err(E::custom(
                 "custom: expected the ranges of every rank, { custom = [[{ start = 0, end = 8 }, ..], ..] }, got only the name",
@@ -270,6 +285,9 @@ impl<'de> Visitor<'de> for ByLayout {
         let layout = match LAYOUTS.find(&name).map_err(A::Error::custom)? {
             LayoutName::Contiguous => LayoutPolicy::Contiguous {
                 multiple: map.next_value::<Contiguous>()?.multiple,
+            },
+            LayoutName::Balanced => LayoutPolicy::Balanced {
+                visibility: map.next_value::<Balanced>()?.visibility,
             },
             LayoutName::Custom => LayoutPolicy::Custom(map.next_value::<Vec<Vec<Range<usize>>>>()?),
             name => {

@@ -2,6 +2,7 @@
 
 use std::{
     collections::{BTreeMap, HashMap},
+    ops::Range,
     sync::{Arc, Mutex, PoisonError},
 };
 
@@ -15,7 +16,7 @@ use crate::{
     comm::ProcessGroup,
     layout::{Documents, TokenLayout},
     plan::{AttentionPlan, MaskKind},
-    vision::{FrameSharded, FrameShares, VisionFeatures, VisionTower},
+    vision::{FrameSharded, FrameShares, VisionDelivery, VisionFeatures, VisionTower},
 };
 
 /// The primary stream as the model is given it.
@@ -53,6 +54,7 @@ pub(super) struct LocalStreams<B: Backend> {
     pub(super) media_rows: LocalPlaceholders,
     pub(super) deepstack: Vec<Tensor<B, 3>>,
     pub(super) streams: BTreeMap<String, Payload<B>>,
+    pub(super) dropout_seed: Option<u64>,
     pub(super) device: B::Device,
 }
 
@@ -164,6 +166,11 @@ impl<B: ContextParallelBackend> CpStep<B> {
         &self.inner.local.device
     }
 
+    /// What the batch wants dropout to be drawn from.
+    pub fn dropout_seed(&self) -> Option<u64> {
+        self.inner.local.dropout_seed
+    }
+
     /// Token ids: `[batch, local_tokens]`, or `[batch, padded seq]` where the primary stream is left whole.
     ///
     /// # Errors
@@ -197,6 +204,13 @@ impl<B: ContextParallelBackend> CpStep<B> {
     /// Positions `[axes, batch, local_tokens]`: 1 axis, or as many as the batch gave.
     pub fn positions(&self) -> Tensor<B, 3, Int> {
         self.inner.local.positions.clone()
+    }
+
+    /// Positions for learned embeddings `[batch, local_tokens]`: those of the first axis of [`Self::positions`], and 0 at padding,
+    /// where they would count on past the longest document.
+    pub fn embedding_positions(&self) -> Tensor<B, 2, Int> {
+        let positions = self.positions().narrow(0, 0, 1).squeeze_dim::<2>(0);
+        positions.mask_fill(self.padding_mask(), 0)
     }
 
     /// `[batch, local_tokens]`, true where a token is padding: the batch's own, or added by the layout.
@@ -239,17 +253,31 @@ impl<B: ContextParallelBackend> CpStep<B> {
         self.inner.local.media_rows.mask(self.device())
     }
 
-    /// Feature rows of the whole batch's media, `[media tokens, width]`, at this rank's tokens: `[batch, local_tokens, width]`,
-    /// zeros where a token has none.
+    /// Feature rows of the whole batch's media that this rank's tokens take, in the order of its tokens, as runs.
+    pub fn media_rows(&self) -> Vec<Range<usize>> {
+        self.inner.local.media_rows.wanted()
+    }
+
+    /// Feature rows as [`Self::encode_media`] returns them, `[media tokens, width]`, at this rank's tokens:
+    /// `[batch, local_tokens, width]`, zeros where a token has none.
     ///
     /// # Panics
-    /// Another number of rows than the batch has placeholders.
+    /// Another number of rows: than the batch has placeholders, or where features go to their consumers than this rank has.
     pub fn scatter_media(&self, features: Tensor<B, 2>) -> Tensor<B, 3> {
-        self.inner.local.media_rows.scatter(features)
+        let media_rows = &self.inner.local.media_rows;
+        match self.inner.config.vision.delivery {
+            VisionDelivery::Gathered => media_rows.scatter(features),
+            VisionDelivery::ToConsumers => media_rows.scatter_own(features),
+        }
     }
 
     /// Runs a vision tower over the batch's media, split by frames over the group if the configuration says so. `None`, on
     /// every rank, where the batch has none. Every rank of the group must call it.
+    ///
+    /// The features are those of the whole batch, or where the configuration says
+    /// [`ToConsumers`](VisionDelivery::ToConsumers) those of this rank's tokens in the order of its tokens
+    /// ([`Self::media_rows`]), split or not; a rank without such tokens is given one row that stands for nothing.
+    /// [`Self::scatter_media`] takes either.
     ///
     /// # Errors
     /// The tower has another merge size than the media, or it fails on any rank.
@@ -299,7 +327,8 @@ impl<B: ContextParallelBackend> CpStep<B> {
         } else {
             Tensor::cat(pixels, 0)
         };
-        let sharded = self.frame_sharded(tower);
+        let rows = self.media_rows();
+        let sharded = self.frame_sharded(tower).for_rows(&rows);
         let sharded = match group {
             Some(group) => sharded.over(group),
             None => sharded,
@@ -330,7 +359,7 @@ impl<B: ContextParallelBackend> CpStep<B> {
     /// The plan of attention under a mask: who computes what, and which tokens move. Made once per mask and step.
     ///
     /// # Errors
-    /// Numbers past 64 bits.
+    /// A mask that cannot be planned for this batch, as [`AttentionPlan::new`] says.
     pub fn plan(&self, mask: MaskKind) -> Result<Arc<AttentionPlan>, StepError> {
         Ok(self.prepared(mask)?.plan().clone())
     }
@@ -364,7 +393,8 @@ impl<B: ContextParallelBackend> CpStep<B> {
     /// exchange, also on a rank that is all padding.
     ///
     /// # Panics
-    /// Shapes that do not fit the step. A failure between ranks ends this one with a typed panic.
+    /// Shapes that do not fit the step; a mask that cannot be planned for it ([`plan`](Self::plan) gives the error as a
+    /// value), on every rank before anything travels. A failure between ranks ends this one with a typed panic.
     pub fn attention(
         &self,
         q: Tensor<B, 4>,
@@ -381,7 +411,7 @@ impl<B: ContextParallelBackend> CpStep<B> {
     /// ([`attend_with_lse`](crate::attention::attend_with_lse)).
     ///
     /// # Panics
-    /// The documents cannot be planned under this mask: numbers past 64 bits.
+    /// The documents cannot be planned under this mask; see [`plan`](Self::plan).
     pub fn attention_call(&self, options: &AttentionOptions) -> AttentionCall {
         let prepared = self
             .prepared(options.mask)

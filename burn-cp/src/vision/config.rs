@@ -4,6 +4,18 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
 
 use crate::field_path::{ReadFields, read_with_path};
 
+/// Which ranks are given which features, where the tower is split over ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum VisionDelivery {
+    /// Every rank is given all of them, in the order of the frames: for models that need more than their shard's.
+    #[default]
+    Gathered,
+    /// Every rank is given those of its own tokens, in the order of its tokens: what a rank receives and holds shrinks with
+    /// the number of ranks.
+    ToConsumers,
+}
+
 /// When the vision tower is split over ranks, and what a frame is taken to cost.
 ///
 /// Fields that a configuration file leaves out have their defaults. Unknown fields and wrong values are refused with their
@@ -36,6 +48,8 @@ pub struct VisionShardingConfig {
     /// relative to that of attending to one other patch. Default (`None`, in files `"auto"`): three times the tower's width.
     #[serde(serialize_with = "alpha_or_auto", deserialize_with = "auto_or_alpha")]
     pub cost_alpha: Option<u64>,
+    /// Who is given the features. Default: gathered.
+    pub delivery: VisionDelivery,
 }
 
 impl Default for VisionShardingConfig {
@@ -46,6 +60,7 @@ impl Default for VisionShardingConfig {
             min_frames: 32,
             min_local_patch_rows: 96,
             cost_alpha: None,
+            delivery: VisionDelivery::Gathered,
         }
     }
 }
@@ -98,6 +113,12 @@ impl VisionShardingConfig {
             cost_alpha: Some(alpha),
             ..self
         }
+    }
+
+    /// The same with features that go where `delivery` says.
+    #[must_use]
+    pub fn with_delivery(self, delivery: VisionDelivery) -> Self {
+        Self { delivery, ..self }
     }
 
     /// `alpha` for a tower whose hidden states are `hidden_size` wide.

@@ -4,7 +4,7 @@ use burn::tensor::DType;
 use serde::{Deserialize, Serialize};
 
 use super::PartitionError;
-use crate::comm::CommError;
+use crate::{collectives::ExchangeError, comm::CommError};
 
 /// Why there are no vision features.
 #[derive(Debug, Clone, thiserror::Error)]
@@ -55,6 +55,26 @@ pub enum VisionError {
     /// Frames that cannot be dealt out.
     #[error(transparent)]
     Partition(#[from] PartitionError),
+    /// Features are to go to their consumers, and none are named.
+    #[error(
+        "vision tower: delivery to-consumers expected the rows that this rank takes (FrameSharded::for_rows), got none; \
+         set vision.delivery = \"gathered\" if every rank needs all rows"
+    )]
+    NoConsumers,
+    /// A rank wants rows that the frames do not make. The same error on every rank, where frames are split.
+    #[error(
+        "vision tower: rank {rank} takes rows {start}..{end}, expected rows within 0..{expected}"
+    )]
+    Rows {
+        /// Global rank.
+        rank: usize,
+        /// First row.
+        start: usize,
+        /// End of the rows.
+        end: usize,
+        /// Rows that the frames make.
+        expected: usize,
+    },
     /// The tower failed on a rank. The same error on every rank of the group, also on those where it did not fail.
     #[error("rank {rank} failed in vision tower: {fault}")]
     Tower {
@@ -63,6 +83,9 @@ pub enum VisionError {
         /// What its tower did.
         fault: TowerFault,
     },
+    /// Rows that cannot be delivered: not one list of them per rank.
+    #[error(transparent)]
+    Exchange(#[from] ExchangeError),
     /// Communication failed.
     #[error(transparent)]
     Comm(#[from] CommError),

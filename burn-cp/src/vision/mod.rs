@@ -2,9 +2,11 @@
 //!
 //! A frame (one image, or one temporal slice of a video) attends within itself only, so frames can be computed anywhere.
 //! [`FrameSharded`] gives every rank of a group a contiguous share of them, balanced by cost, and gathers the embeddings in
-//! order. This room knows pixels and grids; it does not know which tokens the embeddings replace.
+//! order, or hands every rank the rows that it asks for. This room knows pixels, grids and rows of features; it does not know
+//! which tokens the embeddings replace.
 
 mod config;
+mod delivery;
 mod error;
 mod form;
 mod frames;
@@ -17,7 +19,7 @@ use std::error::Error;
 
 use burn::tensor::{Tensor, backend::Backend};
 
-pub use config::VisionShardingConfig;
+pub use config::{VisionDelivery, VisionShardingConfig};
 pub use error::{TowerFault, VisionError};
 pub use frames::{FrameShare, FrameShares, plan_frames};
 pub use partition::{PartitionError, balanced_cuts};
@@ -26,9 +28,10 @@ pub use sharded::FrameSharded;
 /// What a vision tower makes of its frames.
 #[derive(Debug, Clone)]
 pub struct VisionFeatures<B: Backend> {
-    /// `[merged tokens, hidden]`, in the order of the grids.
+    /// `[merged tokens, hidden]`, in the order of the grids; or, where features go to their consumers, those of this rank's
+    /// tokens in the order of its tokens, and one row that stands for nothing where it has no such token.
     pub embeddings: Tensor<B, 2>,
-    /// Features for several decoder layers, each `[merged tokens, width]`; may be empty. All of the embeddings' dtype.
+    /// Features for several decoder layers, each `[merged tokens, width]` with the embeddings' rows; may be empty. All of the embeddings' dtype.
     pub deepstack: Vec<Tensor<B, 2>>,
 }
 

@@ -1,24 +1,28 @@
 //! A vision tower that runs on every rank's share of the frames.
 
-use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::{
+    ops::Range,
+    panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
+};
 
 use burn::tensor::{Bool, Tensor, backend::Backend};
 
 use super::{
-    FrameShare, FrameShares, TowerError, TowerFault, VisionError, VisionFeatures,
-    VisionShardingConfig, VisionTower,
+    FrameShare, FrameShares, TowerError, TowerFault, VisionDelivery, VisionError, VisionFeatures,
+    VisionShardingConfig, VisionTower, delivery,
     form::{OutputForm, first_fault},
     frames::num_pixel_rows,
     plan_frames,
 };
 use crate::{
-    collectives::{self, CollectiveBackend},
+    collectives::CollectiveBackend,
     comm::{CommError, FailureCause, ProcessGroup, panic_message},
 };
 
 const OPERATION: &str = "vision tower";
 
-/// Runs a vision tower over a group of ranks: each rank computes some of the frames and receives the features of all.
+/// Runs a vision tower over a group of ranks: each rank computes some of the frames and receives the features of all, or those
+/// that it asks for.
 ///
 /// A trainable tower needs a group whose ranks hold different tokens of the same batch (the `cp` axis), over which its
 /// parameters' gradients are summed afterwards: each rank's backward pass yields the part of its own frames. A frozen one may
@@ -31,6 +35,8 @@ pub struct FrameSharded<'a, V> {
     /// Ranks that share the frames.
     group: &'a ProcessGroup,
     config: &'a VisionShardingConfig,
+    /// Rows of the features that this rank takes, where they go to their consumers.
+    rows: Option<&'a [Range<usize>]>,
 }
 
 impl<'a, V> FrameSharded<'a, V> {
@@ -42,6 +48,7 @@ impl<'a, V> FrameSharded<'a, V> {
             cp,
             group: cp,
             config,
+            rows: None,
         }
     }
 
@@ -52,6 +59,16 @@ impl<'a, V> FrameSharded<'a, V> {
     #[must_use]
     pub fn over(self, group: &'a ProcessGroup) -> Self {
         Self { group, ..self }
+    }
+
+    /// The same for a rank that needs these rows of the features of all entries, in this order. Counts where the configuration
+    /// delivers to consumers; ranks may ask for the same rows, and a row may be asked for by none.
+    #[must_use]
+    pub fn for_rows(self, rows: &'a [Range<usize>]) -> Self {
+        Self {
+            rows: Some(rows),
+            ..self
+        }
     }
 
     /// Which rank computes which frames of `grids`. Pure host; equal on every rank.
@@ -74,17 +91,19 @@ impl<'a, V> FrameSharded<'a, V> {
 
     /// Embeds pixels `[rows, patch_dim]` with the grids `(t, h, w)` of their entries, `rows = Σ t·h·w`.
     ///
-    /// Returns the features of all entries in order, `Σ t·h·w / merge²` rows each, on every rank. Every rank of the group must
-    /// call it with the same arguments, also one whose tokens need no feature. Where frames are split, the embeddings and
-    /// all deepstack layers travel in one all-gather, whose adjoint sums every rank's gradient at the rank that computed the
-    /// frame; the gradient of a dummy frame is zero. Where they are not (see [`plan_frames`]), every rank runs the tower on
-    /// everything and nothing travels.
+    /// Returns the features of all entries in order, `Σ t·h·w / merge²` rows each, on every rank; or where the configuration
+    /// delivers to consumers ([`VisionDelivery::ToConsumers`]) the rows of [`Self::for_rows`], and one row without meaning where
+    /// those are none, so that no tensor is empty. Every rank of the group must
+    /// call it with the same pixels and grids, also one whose tokens need no feature. Where frames are split, the embeddings and
+    /// all deepstack layers travel in one all-gather or exchange, whose adjoint sums every rank's gradient at the rank that
+    /// computed the frame; the gradient of a dummy frame is zero. Where they are not (see [`plan_frames`]), every rank runs the
+    /// tower on everything and nothing travels.
     ///
     /// On a backend with gradients, every rank's loss must depend on the result or on a later differentiable collective of
     /// the same order, even if its tokens need no feature: its backward pass takes part in the adjoint.
     ///
     /// # Errors
-    /// No entry; grids that do not divide into merge blocks or do not match the pixel rows. [`VisionError::TrainableScope`],
+    /// [`VisionError::NoConsumers`] and [`VisionError::Rows`] where features go to their consumers. No entry; grids that do not divide into merge blocks or do not match the pixel rows. [`VisionError::TrainableScope`],
     /// before anything is sent, where the tower or the pixels have gradients and the group is wider than those allow;
     /// [`CommError::Disagreement`] where the ranks of such a group were given different grids. [`VisionError::Tower`] where the
     /// tower of any rank returned an error, panicked, returned another number of rows than its tokens, or differs from the
@@ -118,19 +137,18 @@ impl<'a, V> FrameSharded<'a, V> {
         if grids.is_empty() {
             return Err(VisionError::NoEntries);
         }
+        let rows = match (self.config.delivery, self.rows) {
+            (VisionDelivery::Gathered, _) => None,
+            (VisionDelivery::ToConsumers, Some(rows)) => Some(rows),
+            (VisionDelivery::ToConsumers, None) => return Err(VisionError::NoConsumers),
+        };
         self.check_scope(&pixels, grids)?;
         let shares = self.plan(grids)?;
+        if shares.is_replicated() {
+            return self.run_whole(pixels, grids, &shares, rows);
+        }
         let share = &shares.shares()[self.group.rank()];
         let trainable = self.tower.is_trainable();
-        if shares.is_replicated() {
-            let returned = self.tower.forward(pixels, grids);
-            return returned_features(returned)?
-                .and_then(|features| {
-                    OutputForm::of(&features, share.num_tokens, trainable)?;
-                    Ok(features)
-                })
-                .map_err(|fault| self.fault(self.group.rank(), fault));
-        }
         let merge = self.tower.spatial_merge_size();
         let num_rows = share.pixel_rows.len() + share.num_floor_rows();
         let outcome = self
@@ -139,8 +157,49 @@ impl<'a, V> FrameSharded<'a, V> {
                 let form = OutputForm::of(&features, num_rows / (merge * merge), trainable)?;
                 Ok((features, form))
             });
-        let (features, form) = self.agree(outcome)?;
-        Ok(self.gather(features, &form, &shares))
+        let (features, form, rows) = self.agree(outcome, rows)?;
+        let mut message = delivery::message(features);
+        if share.floor.is_some() {
+            message = message.narrow(0, 0, share.num_tokens);
+        }
+        let received = match rows {
+            None => delivery::gather(message, &shares, self.group),
+            Some(rows) => {
+                let plan = shares
+                    .delivery(&rows, self.group.rank())
+                    .map_err(|error| self.with_global_rank(error))?;
+                delivery::deliver(message, plan, self.group)
+            }
+        };
+        Ok(delivery::split(received, &form.widths))
+    }
+
+    /// The tower on all frames, where they are not split.
+    fn run_whole<B: Backend>(
+        &self,
+        pixels: Tensor<B, 2>,
+        grids: &[[usize; 3]],
+        shares: &FrameShares,
+        rows: Option<&[Range<usize>]>,
+    ) -> Result<VisionFeatures<B>, VisionError>
+    where
+        V: VisionTower<B>,
+    {
+        let num_rows = shares.num_real_tokens();
+        let features = returned_features(self.tower.forward(pixels, grids))?
+            .and_then(|features| {
+                OutputForm::of(&features, num_rows, self.tower.is_trainable())?;
+                Ok(features)
+            })
+            .map_err(|fault| self.fault(self.group.rank(), fault))?;
+        match rows {
+            None => Ok(features),
+            Some(rows) => {
+                let rank = self.group.global_ranks()[self.group.rank()];
+                delivery::check_rows(rows, num_rows, rank)?;
+                Ok(delivery::select(features, rows))
+            }
+        }
     }
 
     /// Refuses gradients over replicas, and replicas that were given something else.
@@ -168,6 +227,24 @@ impl<'a, V> FrameSharded<'a, V> {
         self.group
             .agree("the grids of the vision tower", grids.to_vec(), shown)?;
         Ok(())
+    }
+
+    /// The error of a plan, which counts ranks of the group.
+    fn with_global_rank(&self, error: VisionError) -> VisionError {
+        match error {
+            VisionError::Rows {
+                rank,
+                start,
+                end,
+                expected,
+            } => VisionError::Rows {
+                rank: self.group.global_ranks()[rank],
+                start,
+                end,
+                expected,
+            },
+            error => error,
+        }
     }
 
     fn fault(&self, index: usize, fault: TowerFault) -> VisionError {
@@ -209,18 +286,23 @@ impl<'a, V> FrameSharded<'a, V> {
         self.group.fail(rank, OPERATION, cause);
     }
 
-    /// Tells all ranks how each tower ended, so that either all go on to the all-gather or all return the same error.
+    /// Tells all ranks how each tower ended and which rows each rank takes, so that either all go on to the exchange or all
+    /// return the same error.
     fn agree<T>(
         &self,
         outcome: Result<(T, OutputForm), TowerFault>,
-    ) -> Result<(T, OutputForm), VisionError> {
+        rows: Option<&[Range<usize>]>,
+    ) -> Result<(T, OutputForm, Option<WantedRows>), VisionError> {
         let report = outcome
             .as_ref()
             .map(|(_, form)| form.clone())
             .map_err(Clone::clone);
-        let reports = self.group.host_all_gather(OPERATION, report)?;
+        let sent = (report, rows.map(<[_]>::to_vec));
+        let all = self.group.host_all_gather(OPERATION, sent)?;
+        let (reports, wanted): (Vec<_>, Vec<_>) = all.into_iter().unzip();
         let Some((index, fault)) = first_fault(&reports) else {
-            return outcome.map_err(|fault| self.fault(self.group.rank(), fault));
+            let (features, form) = outcome.map_err(|fault| self.fault(self.group.rank(), fault))?;
+            return Ok((features, form, wanted.into_iter().collect()));
         };
         let mine = if index == self.group.rank() {
             Err(fault.clone())
@@ -231,46 +313,10 @@ impl<'a, V> FrameSharded<'a, V> {
         let _ = self.group.consensus(OPERATION, mine);
         Err(self.fault(index, fault))
     }
-
-    /// The features of all ranks' frames, in order and without those of dummy frames.
-    fn gather<B: CollectiveBackend>(
-        &self,
-        features: VisionFeatures<B>,
-        form: &OutputForm,
-        shares: &FrameShares,
-    ) -> VisionFeatures<B> {
-        let mut parts = features.deepstack;
-        parts.insert(0, features.embeddings);
-        let message = if parts.len() == 1 {
-            parts.swap_remove(0)
-        } else {
-            Tensor::cat(parts, 1)
-        };
-        let share = &shares.shares()[self.group.rank()];
-        let message = match share.floor {
-            Some(_) => message.narrow(0, 0, share.num_tokens),
-            None => message,
-        };
-        let all =
-            collectives::all_gather_sized(message, 0, &shares.num_tokens_per_rank(), self.group);
-        // Dummy frames come last.
-        let rows = 0..shares.num_real_tokens();
-        let mut column = 0;
-        let mut split = form.widths.iter().map(|width| {
-            let columns = column..column + width;
-            column = columns.end;
-            all.clone().slice([rows.clone(), columns])
-        });
-        let embeddings = split
-            .next()
-            .expect("the first width is that of the embeddings");
-        let deepstack = split.collect();
-        VisionFeatures {
-            embeddings,
-            deepstack,
-        }
-    }
 }
+
+/// Rows that each rank of a group takes.
+type WantedRows = Vec<Vec<Range<usize>>>;
 
 /// What a tower returned, or its fault. A failed collective is not the tower's own failure.
 fn returned_features<B: Backend>(

@@ -8,7 +8,7 @@ use clap::{Parser, ValueEnum};
 
 #[derive(Debug, Clone, Copy, ValueEnum)]
 enum Subset {
-    /// All 144 combinations.
+    /// All 192 combinations.
     Full,
     /// As few as meet every pair of values.
     Pairwise,

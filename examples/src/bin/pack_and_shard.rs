@@ -4,7 +4,7 @@ use std::{error::Error, ops::Range, process::ExitCode, sync::Arc};
 
 use burn_cp::{
     layout::Documents,
-    plan::{AttentionPlan, KvShape, MaskKind},
+    plan::{AttentionPlan, CostShape, MaskKind},
     vision::plan_frames,
 };
 use burn_cp_examples::{
@@ -131,9 +131,11 @@ fn shortened(tokens: &[String]) -> String {
 
 fn show_plan(plan: &AttentionPlan, config: &TrainConfig) -> Result<(), Box<dyn Error>> {
     let text = config.model().text_config;
-    let shape = KvShape {
+    let shape = CostShape {
+        num_heads: text.num_attention_heads,
         num_kv_heads: text.num_kv_heads(),
         head_dim: text.head_dim,
+        v_head_dim: text.head_dim,
         bytes_per_element: 4,
     };
     let strategy = config.context_parallel().exchange;

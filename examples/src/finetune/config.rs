@@ -2,10 +2,7 @@
 
 use std::path::PathBuf;
 
-use burn_cp::{
-    layout::LayoutPolicy, mesh::DeviceMesh, plan::ExchangeStrategy, sharder::ContextParallelConfig,
-    vision::VisionShardingConfig,
-};
+use burn_cp::{mesh::DeviceMesh, sharder::ContextParallelConfig, vision::VisionShardingConfig};
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
@@ -164,25 +161,17 @@ impl FinetuneConfig {
     /// How sequences are sharded.
     pub fn context_parallel(&self, padding_token_id: i64) -> ContextParallelConfig {
         ContextParallelConfig {
-            layout: match self.layout {
-                Layout::Contiguous => LayoutPolicy::Contiguous { multiple: 1 },
-                Layout::HeadTail => LayoutPolicy::HeadTail,
-                Layout::DualChunkSwap => LayoutPolicy::DualChunkSwap,
-            },
-            exchange: match self.exchange {
-                Exchange::AllGather => ExchangeStrategy::AllGather,
-                Exchange::NeededOnly => ExchangeStrategy::NeededOnly,
-            },
+            layout: self.layout.policy(),
+            exchange: self.exchange.strategy(),
             vision: VisionShardingConfig::always(),
             padding_token_id,
             ..ContextParallelConfig::default()
         }
     }
 
-    /// What every document is padded to a multiple of, where the layout needs it.
+    /// What every document is padded to a multiple of, where the layout takes one stream of documents.
     pub fn alignment(&self) -> Option<usize> {
-        let chunks = 2 * self.ranks / self.dp.max(1);
-        (self.layout == Layout::DualChunkSwap).then_some(chunks)
+        self.layout.alignment(self.ranks / self.dp.max(1))
     }
 
     /// The same run on one rank.

@@ -2,4 +2,5 @@
 //!
 //! A model here computes on one rank's shard and says nothing about ranks: attention and media go through the step.
 
+pub mod gated_linear_attention;
 pub mod qwen3_vl;

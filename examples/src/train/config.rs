@@ -3,93 +3,17 @@
 use std::{fs, path::Path};
 
 use burn_cp::{
-    layout::LayoutPolicy, mesh::DeviceMesh, plan::ExchangeStrategy, sharder::ContextParallelConfig,
-    vision::VisionShardingConfig,
+    mesh::DeviceMesh,
+    sharder::ContextParallelConfig,
+    vision::{VisionDelivery, VisionShardingConfig},
 };
-use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
+use super::{Checkpointing, Delivery, Device, Exchange, Layout, ModelSize, Vision};
 use crate::{
     data::{DataConfig, DataError, PackSource, PatchShape, Split, vocabulary},
     models::qwen3_vl::Qwen3VlConfig,
 };
-
-/// Where a run computes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ValueEnum)]
-#[serde(rename_all = "kebab-case")]
-pub enum Device {
-    /// On the processor, by Flex.
-    #[default]
-    Cpu,
-    /// On a GPU through Vulkan, Metal or WebGPU; a build with the feature `wgpu`.
-    Wgpu,
-    /// On an NVIDIA GPU; a build with the feature `cuda`.
-    Cuda,
-}
-
-impl Device {
-    /// What the program was built for.
-    #[must_use]
-    pub fn built() -> Vec<Self> {
-        let mut devices = vec![Self::Cpu];
-        devices.extend(cfg!(feature = "wgpu").then_some(Self::Wgpu));
-        devices.extend(cfg!(feature = "cuda").then_some(Self::Cuda));
-        devices
-    }
-}
-
-/// How tokens are dealt out to ranks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
-#[serde(rename_all = "kebab-case")]
-pub enum Layout {
-    /// Equal consecutive parts.
-    Contiguous,
-    /// A part from the front and one from the back, which balances causal attention over one long document.
-    HeadTail,
-    /// Head and tail of every document, which balances packed ones too; the packs of a step become one stream, and every
-    /// document is padded to a multiple of two chunks per rank.
-    DualChunkSwap,
-}
-
-/// How keys and values get to the ranks that need them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
-#[serde(rename_all = "kebab-case")]
-pub enum Exchange {
-    /// Every rank gets all of them.
-    AllGather,
-    /// Every rank gets those that its tokens see.
-    NeededOnly,
-}
-
-/// Where the vision tower runs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
-#[serde(rename_all = "kebab-case")]
-pub enum Vision {
-    /// Every rank encodes every frame.
-    Replicated,
-    /// Frames are split over the ranks, however few there are.
-    Sharded,
-}
-
-/// What backward keeps and what it computes again.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
-#[serde(rename_all = "kebab-case")]
-pub enum Checkpointing {
-    /// Keep everything.
-    None,
-    /// Compute cheap operations again.
-    Balanced,
-}
-
-/// Which model is trained.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
-#[serde(rename_all = "kebab-case")]
-pub enum ModelSize {
-    /// For comparisons: a few steps take seconds.
-    Tiny,
-    /// Learns the task in minutes.
-    Small,
-}
 
 /// A training run. Every field may stand in a configuration file.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -107,6 +31,8 @@ pub struct TrainConfig {
     pub exchange: Exchange,
     /// Where the vision tower runs.
     pub vision: Vision,
+    /// Who is given the vision tower's features.
+    pub vision_delivery: Delivery,
     /// Whether the vision tower is left as it was initialised.
     pub freeze_vision: bool,
     /// What backward computes again.
@@ -152,6 +78,7 @@ impl Default for TrainConfig {
             layout: Layout::HeadTail,
             exchange: Exchange::NeededOnly,
             vision: Vision::Sharded,
+            vision_delivery: Delivery::Gathered,
             freeze_vision: false,
             checkpointing: Checkpointing::None,
             steps: 600,
@@ -229,28 +156,24 @@ impl TrainConfig {
     /// How sequences are sharded.
     pub fn context_parallel(&self) -> ContextParallelConfig {
         ContextParallelConfig {
-            layout: match self.layout {
-                Layout::Contiguous => LayoutPolicy::Contiguous { multiple: 1 },
-                Layout::HeadTail => LayoutPolicy::HeadTail,
-                Layout::DualChunkSwap => LayoutPolicy::DualChunkSwap,
-            },
-            exchange: match self.exchange {
-                Exchange::AllGather => ExchangeStrategy::AllGather,
-                Exchange::NeededOnly => ExchangeStrategy::NeededOnly,
-            },
+            layout: self.layout.policy(),
+            exchange: self.exchange.strategy(),
             vision: match self.vision {
                 Vision::Replicated => VisionShardingConfig::replicated(),
                 Vision::Sharded => VisionShardingConfig::always(),
-            },
+            }
+            .with_delivery(match self.vision_delivery {
+                Delivery::Gathered => VisionDelivery::Gathered,
+                Delivery::ToConsumers => VisionDelivery::ToConsumers,
+            }),
             padding_token_id: vocabulary::PAD,
             ..ContextParallelConfig::default()
         }
     }
 
-    /// What every document is padded to a multiple of, where the layout needs it.
+    /// What every document is padded to a multiple of, where the layout takes one stream of documents.
     pub fn alignment(&self) -> Option<usize> {
-        let chunks = 2 * self.ranks / self.dp.max(1);
-        (self.layout == Layout::DualChunkSwap).then_some(chunks)
+        self.layout.alignment(self.ranks / self.dp.max(1))
     }
 
     /// The packs of one split.
@@ -281,6 +204,7 @@ impl TrainConfig {
             dp: 1,
             layout: Layout::Contiguous,
             vision: Vision::Replicated,
+            vision_delivery: Delivery::Gathered,
             ..self.clone()
         }
     }

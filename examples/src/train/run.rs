@@ -13,8 +13,8 @@ use burn_cp::launch::{LaunchError, Place, Process, ProcessOptions, TensorTranspo
 use clap::{Parser, ValueEnum};
 
 use super::{
-    CheckpointError, Checkpointing, ConfigFileError, Device, Exchange, Layout, ModelSize, Outcome,
-    ReportError, Reporter, Summary, TrainConfig, TrainConfigError, Vision, load_config,
+    CheckpointError, Checkpointing, ConfigFileError, Delivery, Device, Exchange, Layout, ModelSize,
+    Outcome, ReportError, Reporter, Summary, TrainConfig, TrainConfigError, Vision, load_config,
     max_rel_diff, max_rel_grad_diff, report::checkpoints_in, train_on_device,
 };
 
@@ -56,6 +56,9 @@ pub struct TrainArgs {
     /// Where the vision tower runs [default: sharded]
     #[arg(long, value_enum)]
     pub vision: Option<Vision>,
+    /// Which ranks are given the vision tower's features [default: gathered]
+    #[arg(long, value_enum)]
+    pub vision_delivery: Option<Delivery>,
     /// Leave the vision tower as it was initialised
     #[arg(long)]
     pub freeze_vision: bool,
@@ -155,6 +158,7 @@ impl TrainArgs {
             layout,
             exchange,
             vision,
+            vision_delivery,
             checkpointing,
             steps,
             seed,

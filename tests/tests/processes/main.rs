@@ -4,6 +4,8 @@
 
 #[cfg(feature = "mpi")]
 mod mpi;
+#[cfg(feature = "cuda")]
+mod nccl;
 mod world;
 
 use std::{
@@ -25,7 +27,7 @@ fn errors(world: World) -> Vec<String> {
     reports.into_iter().map(error).collect()
 }
 
-fn contains(text: &str, parts: &[&str]) {
+pub(crate) fn contains(text: &str, parts: &[&str]) {
     for part in parts {
         assert!(text.contains(part), "{part:?} expected in: {text}");
     }

@@ -30,7 +30,12 @@ struct Process {
 
 /// The scenario's program, without any launcher's variables.
 pub(crate) fn command(scenario: &str) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_process-scenario"));
+    // Tests that were packed for another host have it beside them.
+    let packed = std::env::current_exe().map(|test| test.with_file_name("process-scenario"));
+    let mut command = match packed {
+        Ok(packed) if packed.exists() => Command::new(packed),
+        _ => Command::new(env!("CARGO_BIN_EXE_process-scenario")),
+    };
     command.arg(scenario);
     clean(&mut command);
     command

@@ -16,13 +16,14 @@ use burn_cp::{
     attention::{AttentionOptions, ContextParallelBackend, InnerAttention, attend_with_lse},
     batch::SequenceBatch,
     layout::{AlignedDocuments, Documents, LayoutPolicy},
-    plan::ExchangeStrategy,
+    plan::{ExchangeStrategy, MaskKind},
     sharder::{ContextParallelConfig, Coordinates, CpStep},
 };
 use burn_cp_tests::{
     Attention, Form, Problem, Random, TestBackend, attention_in_f64, attention_in_tensor_ops,
-    backward, floats, head_dim, on_groups, random_documents, random_layout, random_mask,
-    random_placement, relative_error, sharder, to_bits, visible,
+    backward, floats, head_dim, on_groups, random_documents, random_layout, random_marks,
+    random_mask, random_placement, relative_error, sharder, span_tokens, to_bits, unmarked,
+    visible,
 };
 
 #[derive(Debug, Clone)]
@@ -44,6 +45,8 @@ impl Case {
         let world_size = random.int(1..=8);
         let batch = random.int(1..=3);
         let documents = random_documents(random, batch);
+        let documents = random_marks(random, &documents);
+        let mask = random_mask(random);
         let mut layout = random_layout(random, world_size, documents.seq_len());
         let mut form = Form::random(random, &documents);
         let placed = random.once_in(3).then(|| {
@@ -52,6 +55,10 @@ impl Case {
             form = Form::Table;
             placed
         });
+        let by_document = matches!(mask, MaskKind::Prefix { .. } | MaskKind::PerDocument { .. });
+        if by_document && !form.keeps_table() {
+            form = Form::Table;
+        }
         let num_kv_heads = random.int(1..=2);
         let scale = random.once_in(4).then_some(0.5);
         let problem = Problem {
@@ -69,8 +76,9 @@ impl Case {
             layout,
             exchange: random.one_of(&[ExchangeStrategy::AllGather, ExchangeStrategy::NeededOnly]),
             options: AttentionOptions {
-                mask: random_mask(random),
+                mask,
                 scale,
+                ..Default::default()
             },
             documents,
             world_size,
@@ -97,9 +105,22 @@ impl Case {
         let shape = [self.problem.batch, self.problem.tokens];
         let ids = TensorData::new(vec![1_i64; shape[0] * shape[1]], shape);
         let batch = SequenceBatch::from_ids(ids);
+        let documents = &self.documents;
         match &self.placed {
+            // Spans in the coordinates of the batch, or of the placed rows.
+            Some(placed)
+                if self.options.mask == MaskKind::CAUSAL_WITH_SPANS && shape[1] % 2 == 0 =>
+            {
+                let placed = AlignedDocuments {
+                    documents: unmarked(&placed.documents),
+                    placement: placed.placement.clone(),
+                };
+                batch
+                    .with_aligned_documents(placed)
+                    .with_spans(span_tokens(documents))
+            }
             Some(placed) => batch.with_aligned_documents(placed.clone()),
-            None => self.form.tell(batch, &self.documents),
+            None => self.form.tell_marked(batch, documents),
         }
     }
 
@@ -304,7 +325,7 @@ where
 ///
 /// The rule compares norms, which says little about a handful of values, where either side may be lucky. A case that misses it
 /// is therefore judged over sixteen draws of its inputs together, by the same rule.
-fn check<B>(case: &Case, random: &mut Random, dtype: DType) -> (usize, usize)
+pub(crate) fn check<B>(case: &Case, random: &mut Random, dtype: DType) -> (usize, usize)
 where
     B: AutodiffBackend + ContextParallelBackend,
     B::InnerBackend: InnerAttention + ContextParallelBackend,

@@ -10,7 +10,7 @@ use burn_cp_tests::{Attention, Form, Problem, Random, TestBackend, head_dim, ran
 
 use crate::attention::{Case, run};
 
-const EXCHANGES: [ExchangeStrategy; 2] =
+pub(crate) const EXCHANGES: [ExchangeStrategy; 2] =
     [ExchangeStrategy::AllGather, ExchangeStrategy::NeededOnly];
 const MASKS: [MaskKind; 3] = [
     MaskKind::CAUSAL,
@@ -19,7 +19,7 @@ const MASKS: [MaskKind; 3] = [
 ];
 
 /// Documents longer than a tile of the kernels and shorter ones, padding between them, and documents of one token.
-fn documents(row: usize) -> Documents {
+pub(crate) fn documents(row: usize) -> Documents {
     let lengths = [
         &[5, 333, 1, 0, 29][..],
         &[64, 65, 127, 3],
@@ -29,7 +29,7 @@ fn documents(row: usize) -> Documents {
     Documents::from_padded_lengths(&[lengths.to_vec()], &[padded], 391).unwrap()
 }
 
-fn case(documents: Documents, mask: MaskKind, num_heads: usize) -> Case {
+pub(crate) fn case(documents: Documents, mask: MaskKind, num_heads: usize) -> Case {
     let problem = Problem {
         batch: documents.batch_size(),
         num_heads,
@@ -46,7 +46,10 @@ fn case(documents: Documents, mask: MaskKind, num_heads: usize) -> Case {
         layout: LayoutPolicy::Identity,
         exchange: ExchangeStrategy::AllGather,
         world_size: 1,
-        options: AttentionOptions { mask, scale: None },
+        options: AttentionOptions {
+            mask,
+            ..Default::default()
+        },
         problem,
     }
 }
@@ -55,12 +58,12 @@ fn bits(values: &[f64]) -> Vec<u64> {
     values.iter().map(|value| value.to_bits()).collect()
 }
 
-fn attention(case: &Case, inputs: &[Vec<f64>; 4]) -> Attention {
+pub(crate) fn attention(case: &Case, inputs: &[Vec<f64>; 4]) -> Attention {
     run::<Autodiff<TestBackend>>(case, inputs, DType::F32).0
 }
 
 /// Index and both values of the first few that differ.
-fn differing(got: &[f64], want: &[f64]) -> Vec<(usize, f64, f64)> {
+pub(crate) fn differing(got: &[f64], want: &[f64]) -> Vec<(usize, f64, f64)> {
     let all = got.iter().zip(want).enumerate();
     all.filter(|(_, (got, want))| got.to_bits() != want.to_bits())
         .map(|(i, (got, want))| (i, *got, *want))

@@ -131,7 +131,7 @@ fn padding_of_a_document_is_no_key_in_full_attention() {
         world_size: 2,
         options: AttentionOptions {
             mask: MaskKind::Full,
-            scale: None,
+            ..Default::default()
         },
         problem: causal_problem(12),
     };

@@ -5,7 +5,8 @@ use burn::backend::{
     autodiff::checkpoint::strategy::{BalancedCheckpointing, CheckpointStrategy, NoCheckpointing},
 };
 use burn_cp_examples::train::{
-    Exchange, Layout, ModelSize, TrainConfig, Vision, grid, max_rel_diff, max_rel_grad_diff, train,
+    Delivery, Exchange, Layout, ModelSize, TrainConfig, Vision, grid, max_rel_diff,
+    max_rel_grad_diff, train,
 };
 use burn_cp_tests::DEVICE;
 
@@ -74,6 +75,10 @@ fn agrees_in_f64<C: CheckpointStrategy>(freeze_vision: bool) {
             layout,
             exchange,
             vision,
+            vision_delivery: match layout {
+                Layout::HeadTail => Delivery::ToConsumers,
+                _ => Delivery::Gathered,
+            },
             ..base.clone()
         });
         let loss = max_rel_diff(&outcome.losses, &reference.losses);

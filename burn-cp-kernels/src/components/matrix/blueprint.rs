@@ -12,6 +12,15 @@ pub(crate) const UNITS: usize = PLANE * PLANES;
 pub(crate) const SIDE: usize = 16;
 /// Numbers that are copied at once.
 pub(crate) const CHUNK: usize = 8;
+/// Units per cube of the kernel for all gradients.
+pub(crate) const JOINT_UNITS: usize = 2 * UNITS;
+/// Keys of its tiles, and queries between two loads.
+pub(crate) const JOINT_KEYS: usize = 128;
+pub(crate) const JOINT_QUERIES: usize = 64;
+/// Numbers of its vectors, filled up.
+const JOINT_DIM: usize = 128;
+/// Rows on the left of every product of one of its planes.
+pub(crate) const JOINT_ROWS: usize = 2 * SIDE;
 /// Columns of keys between two loads for the gradient of queries.
 pub(crate) const QUERY_COLUMNS: usize = 32;
 
@@ -31,6 +40,8 @@ pub(crate) struct MatrixBlueprint {
     /// Whether the gradients of keys and of values are sums of two launches, since one plane has
     /// not the registers for both.
     pub(crate) key_parts: bool,
+    /// Whether one launch computes all gradients.
+    pub(crate) joint: bool,
     /// What the scores go through.
     pub(crate) features: Features,
 }
@@ -89,6 +100,9 @@ impl Layout {
     }
 }
 
+/// Weights by key and query, as planes hand them to each other.
+pub(crate) const EXCHANGED: Layout = Layout { dim: JOINT_QUERIES };
+
 impl MatrixBlueprint {
     pub(crate) fn keys(&self) -> Layout {
         Layout { dim: self.head_dim }
@@ -123,5 +137,17 @@ impl MatrixBlueprint {
                 + columns(self.key_columns)
                 + 4 * 4 * self.key_columns,
         ]
+    }
+
+    /// Bytes of shared memory of the kernel for all gradients, without what barriers take; none for vectors that it does not serve. Smaller
+    /// ones than these are computed as fast by the other kernels, and larger ones do not fit its registers.
+    pub(crate) fn joint_bytes(&self) -> Option<usize> {
+        if [self.keys(), self.values()].map(|layout| layout.padded()) != [JOINT_DIM; 2] {
+            return None;
+        }
+        let rows = JOINT_KEYS + 2 * JOINT_QUERIES;
+        let vectors = rows * (self.keys().stride() + self.values().stride());
+        let exchanged = 2 * JOINT_KEYS * EXCHANGED.stride();
+        Some(2 * CHUNK * (vectors + exchanged) + 4 * 4 * JOINT_QUERIES + 4)
     }
 }

@@ -12,11 +12,22 @@ pub(crate) struct Copied {
     layout: Layout,
     /// Number of rows.
     rows: usize,
+    /// Units that copy.
+    units: usize,
 }
 
 impl Copied {
+    /// By cubes of [`UNITS`].
     pub(crate) fn new(layout: Layout, rows: usize) -> Self {
-        Self { layout, rows }
+        Self::by(UNITS, layout, rows)
+    }
+
+    pub(crate) fn by(units: usize, layout: Layout, rows: usize) -> Self {
+        Self {
+            layout,
+            rows,
+            units,
+        }
     }
 
     /// Chunks that the rows take.
@@ -121,9 +132,10 @@ fn copy_items<F: Float>(
     let chunks = comptime!(copied.layout.chunks());
     let stride = comptime!(copied.layout.stride());
     let total = comptime!(copied.rows * chunks);
-    if comptime!(UNITS.is_multiple_of(chunks)) {
+    let units = comptime!(copied.units);
+    if comptime!(units.is_multiple_of(chunks) && total.is_multiple_of(units)) {
         // Every unit stays in its column: the rows are a fixed number apart.
-        let apart = comptime!(UNITS / chunks);
+        let apart = comptime!(units / chunks);
         let row = UNIT_POS_X / comptime!(chunks as u32);
         let chunk = UNIT_POS_X % comptime!(chunks as u32);
         let at = start + (row * comptime!(stride as u32) + chunk) as usize;
@@ -131,7 +143,7 @@ fn copy_items<F: Float>(
         let mut source = rows.base + chunk as usize + token as usize * rows.stride;
         let further = rows.stride * apart;
         #[unroll]
-        for step in 0..comptime!(total / UNITS) {
+        for step in 0..comptime!(total / units) {
             let item = Item {
                 row: skip + row as i32 + comptime!((step * apart) as i32),
                 chunk,
@@ -143,8 +155,8 @@ fn copy_items<F: Float>(
         }
     } else {
         #[unroll]
-        for step in 0..comptime!(total.div_ceil(UNITS)) {
-            let index = UNIT_POS_X + comptime!((step * UNITS) as u32);
+        for step in 0..comptime!(total.div_ceil(units)) {
+            let index = UNIT_POS_X + comptime!((step * units) as u32);
             if index < comptime!(total as u32) {
                 let row = index / comptime!(chunks as u32);
                 let chunk = index % comptime!(chunks as u32);

@@ -5,15 +5,22 @@
 
 mod blueprint;
 mod copy;
+mod exchange;
 mod product;
+mod records;
 mod rows;
 
-pub(crate) use blueprint::{CHUNK, KeyPart, Layout, MatrixBlueprint, QUERY_COLUMNS, SIDE, UNITS};
+pub(crate) use blueprint::{
+    CHUNK, EXCHANGED, JOINT_KEYS, JOINT_QUERIES, JOINT_ROWS, JOINT_UNITS, KeyPart, Layout,
+    MatrixBlueprint, QUERY_COLUMNS, SIDE, UNITS,
+};
 pub(crate) use copy::{Copied, Held, begin_copy, copy_numbers, held, memory_of, operand};
+pub(crate) use exchange::{Exchanged, hand_over, weigh_exchanged};
 pub(crate) use product::{
     Operand, Products, Weighed, as_left, as_right, as_weighed, row_products, sums, weigh_ahead,
     weigh_block, weigh_rows,
 };
+pub(crate) use records::{JOINT_FIELDS, JointTile, Run, joint_tile, run};
 pub(crate) use rows::{
     cap, exponent, first_row, keep_columns, operands, store_row, store_rows, times, weight_pair,
 };
@@ -26,6 +33,9 @@ pub(crate) type Chunk<F> = Vector<F, Const<8>>;
 pub(crate) type Pair<F> = Vector<F, Const<2>>;
 /// Two numbers of sums.
 pub(crate) type Pair32 = Vector<f32, Const<2>>;
+
+/// Four numbers of sums: two pairs.
+pub(crate) type Quad32 = Vector<f32, Const<4>>;
 
 /// log2(e).
 pub(crate) const LOG2_E: f32 = std::f32::consts::LOG2_E;

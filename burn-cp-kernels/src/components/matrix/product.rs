@@ -42,7 +42,7 @@ pub(crate) fn as_weighed(#[comptime] stride: usize) -> usize {
 
 /// Four fragments from where a unit's row is.
 #[cube]
-fn fragments<F: Float>(
+pub(super) fn fragments<F: Float>(
     from: &SharedMemory<Chunk<F>>,
     at: usize,
     #[comptime] transposed: bool,
@@ -58,7 +58,7 @@ fn fragments<F: Float>(
 
 /// Adds the products of a left operand with two right ones to two sums from `at` on.
 #[cube]
-fn multiply<F: Float>(
+pub(super) fn multiply<F: Float>(
     left: &Array<Pair<F>>,
     right: &Array<Pair<F>>,
     sums: &mut Sequence<Array<Pair32>>,

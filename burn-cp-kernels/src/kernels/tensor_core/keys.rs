@@ -3,15 +3,15 @@
 use cubecl::prelude::barrier::Barrier;
 use cubecl::prelude::*;
 
+use super::columns::{Queries, columns_of, copy_queries};
 use crate::components::{
     matrix::{
-        Chunk, Copied, Held, KeyPart, LOG2_E, MatrixBlueprint, Operand, Pair, Pair32, Products,
-        SIDE, Scalars, as_left, as_right, as_weighed, begin_copy, copy_numbers, first_row, held,
-        keep_columns, memory_of, operand, row_products, store_rows, sums, times, weigh_rows,
-        weight_pair,
+        Chunk, Copied, KeyPart, LOG2_E, MatrixBlueprint, Operand, Pair, Pair32, Products, SIDE,
+        Scalars, as_left, as_right, as_weighed, begin_copy, first_row, held, keep_columns, operand,
+        row_products, store_rows, sums, times, weigh_rows, weight_pair,
     },
     records::{Visit, key_tile, visit},
-    tile::{Place, rows_of},
+    tile::Place,
 };
 
 /// One tile of keys of one key head per cube: `dk` and `dv`, or one of them. `rows` is that of the portable routine's `delta`.
@@ -51,11 +51,8 @@ pub(crate) fn keys<F: Float>(
     let (batch, token, num_keys) = (tile.k_row, tile.k_token, tile.num_keys);
     let mut own_keys = held::<F>(k, batch, kv_head, token, 0, num_keys, 1usize, parts[0]);
     let mut own_values = held::<F>(v, batch, kv_head, token, 0, num_keys, 1usize, parts[1]);
-    let mut columns_of = Columns::<F> {
-        queries: memory_of::<F>(2usize, parts[2]),
-        douts: memory_of::<F>(2usize, parts[3]),
-        numbers: SharedMemory::<f32>::new_aligned(comptime!(4 * columns), 128usize),
-    };
+    let column_parts = comptime!([parts[2], parts[3]]);
+    let mut loaded = columns_of::<F>(column_parts, columns);
     let copied = Barrier::shared(CUBE_DIM, UNIT_POS == 0);
     begin_copy::<F>(k, &mut own_keys, 0, 0usize, parts[0]);
     if comptime!(part.keys()) {
@@ -86,17 +83,23 @@ pub(crate) fn keys<F: Float>(
         member = scalars.group;
     } else {
         let now = visit(visits, n);
+        let queries = Queries {
+            batch: now.q_row,
+            head: first_head,
+            token: now.q_token,
+            count: now.num_queries,
+        };
         copy_queries::<F>(
             q,
             dout,
             rows,
-            &mut columns_of,
-            &now,
-            first_head,
+            &mut loaded,
+            &queries,
             0,
             0u32,
-            scalars,
-            blueprint,
+            scalars.num_rows,
+            column_parts,
+            columns,
         );
     }
     copied.commit_copy_async();
@@ -120,17 +123,23 @@ pub(crate) fn keys<F: Float>(
             let next = visit(visits, n);
             let head = first_head + member;
             let stage = (step + 1) & 1;
+            let queries = Queries {
+                batch: next.q_row,
+                head,
+                token: next.q_token,
+                count: next.num_queries,
+            };
             copy_queries::<F>(
                 q,
                 dout,
                 rows,
-                &mut columns_of,
-                &next,
-                head,
+                &mut loaded,
+                &queries,
                 start,
                 stage,
-                scalars,
-                blueprint,
+                scalars.num_rows,
+                column_parts,
+                columns,
             );
             copied.commit_copy_async();
             copied.arrive();
@@ -140,10 +149,10 @@ pub(crate) fn keys<F: Float>(
         let operands = Operands::<F> {
             keys: operand::<F>(&own_keys.memory, at.keys, 0usize, parts[0]),
             values: operand::<F>(&own_values.memory, at.values, 0usize, parts[1]),
-            queries: operand::<F>(&columns_of.queries, at.queries, stage, parts[2]),
-            douts: operand::<F>(&columns_of.douts, at.douts, stage, parts[3]),
-            weighed_queries: operand::<F>(&columns_of.queries, at.weighed_queries, stage, parts[2]),
-            weighed_douts: operand::<F>(&columns_of.douts, at.weighed_douts, stage, parts[3]),
+            queries: operand::<F>(&loaded.queries, at.queries, stage, parts[2]),
+            douts: operand::<F>(&loaded.douts, at.douts, stage, parts[3]),
+            weighed_queries: operand::<F>(&loaded.queries, at.weighed_queries, stage, parts[2]),
+            weighed_douts: operand::<F>(&loaded.douts, at.weighed_douts, stage, parts[3]),
         };
         let from = stage * comptime!(2 * columns) + (UNIT_POS_X % 4 * 2) as usize;
         let mut s = sums(comptime!(blocks * columns / 8));
@@ -152,7 +161,7 @@ pub(crate) fn keys<F: Float>(
         weights(
             &mut s,
             &mut dp,
-            &columns_of.numbers,
+            &loaded.numbers,
             from,
             scalars,
             part,
@@ -203,54 +212,6 @@ struct Operands<F: Float> {
     douts: Operand<F>,
     weighed_queries: Operand<F>,
     weighed_douts: Operand<F>,
-}
-
-/// What is loaded for every step.
-#[derive(CubeType)]
-struct Columns<F: Float> {
-    queries: SharedMemory<Chunk<F>>,
-    douts: SharedMemory<Chunk<F>>,
-    numbers: SharedMemory<f32>,
-}
-
-/// Starts copying queries of a visit from `start` on, and what belongs to them.
-#[cube]
-fn copy_queries<F: Float>(
-    q: &Tensor<Chunk<F>>,
-    dout: &Tensor<Chunk<F>>,
-    rows: &Array<f32>,
-    columns_of: &mut Columns<F>,
-    now: &Visit,
-    head: u32,
-    start: i32,
-    stage: u32,
-    scalars: &Scalars,
-    #[comptime] blueprint: MatrixBlueprint,
-) {
-    let columns = comptime!(blueprint.key_columns);
-    let q_part = comptime!(Copied::new(blueprint.keys(), columns));
-    let o_part = comptime!(Copied::new(blueprint.values(), columns));
-    let stage = stage as usize;
-    let (batch, token, last) = (now.q_row, now.q_token, now.num_queries);
-    let mut queries = Held::<F> {
-        rows: rows_of::<F, Const<8>>(q, batch, head, token, 0, last),
-        memory: columns_of.queries,
-    };
-    let mut douts = Held::<F> {
-        rows: rows_of::<F, Const<8>>(dout, batch, head, token, 0, last),
-        memory: columns_of.douts,
-    };
-    begin_copy::<F>(q, &mut queries, start, stage, q_part);
-    begin_copy::<F>(dout, &mut douts, start, stage, o_part);
-    let base = (batch as usize * q.shape(1) + head as usize) * q.shape(2);
-    let from = base + (token + start) as usize;
-    let len = (last - start) as u32;
-    let to = stage * comptime!(2 * columns);
-    let half = comptime!(columns as u32);
-    let numbers = &mut columns_of.numbers;
-    copy_numbers(rows, from, len, numbers, to, 0u32, half);
-    let from = from + scalars.num_rows;
-    copy_numbers(rows, from, len, numbers, to + columns, half, half);
 }
 
 /// Products of keys with queries and, if they are needed, of values with `dout`.

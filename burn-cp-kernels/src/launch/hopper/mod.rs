@@ -7,7 +7,7 @@
 #[cfg(feature = "cuda")]
 mod call;
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-mod plan;
+pub(crate) mod plan;
 #[cfg(feature = "cuda")]
 mod source;
 

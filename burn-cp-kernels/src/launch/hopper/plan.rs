@@ -223,7 +223,19 @@ pub(crate) fn backward(
     problem: &AttentionProblem,
     num_blocks: usize,
 ) -> BackwardPlan {
-    let queries = backward_queries(problem.head_dim) as i64;
+    let dim = problem.head_dim;
+    let sizes = [backward_queries(dim), backward_keys(dim)];
+    backward_of(segments, problem, num_blocks, sizes)
+}
+
+/// The same for tiles of so many queries and keys.
+pub(crate) fn backward_of(
+    segments: &Segments,
+    problem: &AttentionProblem,
+    num_blocks: usize,
+    [queries, keys]: [usize; 2],
+) -> BackwardPlan {
+    let queries = queries as i64;
     let runs = runs(segments);
     let (mut q_tiles, mut first_tile) = (Vec::new(), Vec::new());
     for run in &runs {
@@ -240,7 +252,7 @@ pub(crate) fn backward(
         first_tile: &first_tile,
         problem,
         queries,
-        keys: backward_keys(problem.head_dim) as i64,
+        keys: keys as i64,
         span,
         visits: Vec::new(),
     };

@@ -5,11 +5,15 @@ use burn_cubecl::tensor::CubeTensor;
 use cubecl::{
     InfoBuilder,
     cuda::CudaRuntime,
+    features::Tma,
     prelude::{AddressType, CubeCount},
     server::{Binding, Handle, KernelArguments},
 };
 
-use super::task::{Entry, Task};
+use super::{
+    gradients::gradients,
+    task::{Entry, Task},
+};
 use crate::{
     components::{
         Features, KEY_TILE_FIELDS, ROW_TILE_FIELDS, VISIT_FIELDS,
@@ -30,21 +34,24 @@ use crate::{
     routines::tensor_core::blueprint,
 };
 
-type Tensor = CubeTensor<CudaRuntime>;
+pub(super) type Tensor = CubeTensor<CudaRuntime>;
 
 /// Largest count of cubes along the second dimension.
 const MAX_ACROSS: usize = 65535;
 
+/// Keys that segments have on average where one kernel computes all gradients: with fewer, much of its tiles is empty.
+const MIN_JOINT_KEYS: usize = 512;
+
 /// Buffers of a launch, in the order of the kernel's parameters, and what CubeCL passes about them.
 #[derive(Default)]
-struct Bindings {
+pub(super) struct Bindings {
     buffers: Vec<Binding>,
     info: InfoBuilder,
 }
 
 impl Bindings {
     /// A tensor that the kernel reads or writes in vectors of `size`.
-    fn tensor(mut self, tensor: &Tensor, size: usize) -> Self {
+    pub(super) fn tensor(mut self, tensor: &Tensor, size: usize) -> Self {
         let (shape, strides) = (tensor.meta.shape(), tensor.meta.strides());
         let vectors = shape.num_elements() / size;
         self.info.metadata.register_tensor(
@@ -59,7 +66,7 @@ impl Bindings {
         self
     }
 
-    fn array(mut self, handle: &Handle, len: usize) -> Self {
+    pub(super) fn array(mut self, handle: &Handle, len: usize) -> Self {
         let len = len as u64;
         self.info
             .metadata
@@ -70,10 +77,10 @@ impl Bindings {
 }
 
 /// What the launches of one call share.
-struct Call<'a> {
-    problem: &'a AttentionProblem,
+pub(super) struct Call<'a> {
+    pub(super) problem: &'a AttentionProblem,
     options: &'a AttentionOptions,
-    blueprint: MatrixBlueprint,
+    pub(super) blueprint: MatrixBlueprint,
     tables: Tables,
     like: Tensor,
 }
@@ -91,8 +98,11 @@ impl<'a> Call<'a> {
             dropout: false,
             sinks,
         };
-        let shared = like.client.properties().hardware.max_shared_memory_size;
-        let blueprint = blueprint(problem, features, shared)?;
+        let properties = like.client.properties();
+        let shared = properties.hardware.max_shared_memory_size;
+        // They came together, with 9.0.
+        let adds = properties.features.tma.contains(Tma::Base);
+        let blueprint = blueprint(problem, features, shared, adds)?;
         let rows = [blueprint.query_rows(), blueprint.key_rows()];
         let tables = tables(&like.client, &like.device, segments, rows)?;
         Ok(Self {
@@ -109,10 +119,26 @@ impl<'a> Call<'a> {
     }
 
     /// Launches a kernel with a cube for each of `tiles` of each of `heads`.
-    fn launch(&self, entry: Entry, tiles: usize, heads: usize, mut bindings: Bindings) {
-        if tiles == 0 {
-            return;
+    fn launch(&self, entry: Entry, tiles: usize, heads: usize, bindings: Bindings) {
+        let across = tiles.min(MAX_ACROSS);
+        if tiles > 0 {
+            let counts = [heads, across, tiles.div_ceil(across)].map(|count| count as u32);
+            self.launch_cubes(entry, tiles, counts, bindings);
         }
+    }
+
+    /// Launches a kernel with a cube for each of `tiles`.
+    pub(super) fn launch_all(&self, entry: Entry, tiles: usize, bindings: Bindings) {
+        self.launch_cubes(entry, tiles, [tiles as u32, 1, 1], bindings);
+    }
+
+    fn launch_cubes(
+        &self,
+        entry: Entry,
+        tiles: usize,
+        [x, y, z]: [u32; 3],
+        mut bindings: Bindings,
+    ) {
         let scalars = &mut bindings.info.scalars;
         scalars.push(self.options.scale_for(self.problem.head_dim) as f32);
         scalars.push(self.options.softcap.unwrap_or(1.0) as f32);
@@ -120,8 +146,6 @@ impl<'a> Call<'a> {
         scalars.push(tiles as u32);
         scalars.push(self.problem.group() as u32);
         scalars.push(self.num_rows() as u64);
-        let across = tiles.min(MAX_ACROSS);
-        let count = CubeCount::Static(heads as u32, across as u32, tiles.div_ceil(across) as u32);
         let client = &self.like.client;
         let task = Task {
             entry,
@@ -135,7 +159,7 @@ impl<'a> Call<'a> {
         // SAFETY: the bindings are those of the kernel's parameters, the records were made from checked
         // segments and the tensors have the problem's shapes, so every index is in bounds; outputs
         // are not shared yet.
-        unsafe { client.launch_unchecked(Box::new(task), count, arguments) };
+        unsafe { client.launch_unchecked(Box::new(task), CubeCount::Static(x, y, z), arguments) };
     }
 }
 
@@ -174,6 +198,13 @@ pub(crate) fn forward(
     Ok(AttentionOutput::new(out, lse))
 }
 
+/// Whether segments are long enough for tiles of the kernel for all gradients, which are larger than those of the others.
+fn is_joint(segments: &Segments) -> bool {
+    let lens = segments.iter().map(|segment| segment.num_k());
+    let seen: Vec<usize> = lens.filter(|len| *len > 0).collect();
+    seen.iter().sum::<usize>() >= MIN_JOINT_KEYS * seen.len()
+}
+
 /// The backward pass of a checked call.
 pub(crate) fn backward(
     input: AttentionBackwardInput<Tensor>,
@@ -197,9 +228,6 @@ pub(crate) fn backward(
     let lse = as_dtype(input.lse, DType::F32);
     let (rows, dsinks) = delta(problem, options, [&out, &dout, &lse], input.sinks);
     let dout = with_chunks(as_dtype(dout, q.dtype));
-    let dq = empty_like(&q, problem.q_shape(), q.dtype);
-    let dk = empty_like(&k, problem.k_shape(), k.dtype);
-    let dv = empty_like(&v, problem.v_shape(), v.dtype);
     let shared = || {
         Bindings::default()
             .tensor(&q, 8)
@@ -208,6 +236,13 @@ pub(crate) fn backward(
             .tensor(&dout, 8)
             .array(&rows.handle, 2 * call.num_rows())
     };
+    if call.blueprint.joint && is_joint(segments) {
+        let grads = gradients(&call, segments, [&q, &k, &v], shared);
+        return Ok(grads.with_dsinks(dsinks));
+    }
+    let dq = empty_like(&q, problem.q_shape(), q.dtype);
+    let dk = empty_like(&k, problem.k_shape(), k.dtype);
+    let dv = empty_like(&v, problem.v_shape(), v.dtype);
     let tables = &call.tables;
     let tiles = tables.num_row_tiles;
     let bindings = shared()

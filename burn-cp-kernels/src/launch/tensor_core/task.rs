@@ -13,7 +13,9 @@ use cubecl::{
 };
 
 use crate::{
-    components::matrix::{Chunk, KeyPart, MatrixBlueprint, Pair, ScalarsExpand, UNITS},
+    components::matrix::{
+        Chunk, JOINT_UNITS, KeyPart, MatrixBlueprint, Pair, Quad32, ScalarsExpand, UNITS,
+    },
     kernels::tensor_core as kernels,
 };
 
@@ -23,6 +25,8 @@ pub(super) enum Entry {
     Forward,
     Queries,
     Keys(KeyPart),
+    Gradients,
+    Finish,
 }
 
 /// A kernel to launch.
@@ -45,14 +49,63 @@ static __device__ __forceinline__ float attention_exp2(float x) {
 }
 #define __expf(x) attention_exp2(x)
 ";
+/// What the atomics of the kernel for all gradients become. CubeCL loads by adding 0 and stores by an exchange, neither with an order of
+/// other reads and writes. Turns are read as they are, and stored after what their cube has written; shares are added in memory, four
+/// numbers at a time, or begun.
+const ATOMICS: &str = "\
+static __device__ __forceinline__ uint32 attention_add(uint32* at, uint32 more) {
+  uint32 now;
+  if (more == 0)
+    asm volatile(\"ld.relaxed.gpu.global.u32 %0, [%1];\" : \"=r\"(now) : \"l\"(at) : \"memory\");
+  else
+    asm volatile(\"atom.relaxed.gpu.global.add.u32 %0, [%1], %2;\" : \"=r\"(now) : \"l\"(at), \"r\"(more) : \"memory\");
+  return now;
+}
+static __device__ __forceinline__ float4 attention_add(float4* at, const float4& more) {
+  asm volatile(\"red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};\" ::\"l\"(at), \"f\"(more.x), \"f\"(more.y), \"f\"(more.z),
+               \"f\"(more.w)
+               : \"memory\");
+  return more;
+}
+static __device__ __forceinline__ uint32 attention_set(uint32* at, uint32 next) {
+  asm volatile(\"st.release.gpu.global.u32 [%0], %1;\" ::\"l\"(at), \"r\"(next) : \"memory\");
+  return next;
+}
+template <typename T>
+static __device__ __forceinline__ T attention_set(T* at, const T& first) {
+  return *at = first;
+}
+#define atomicAdd(at, more) attention_add(at, more)
+#define atomicExch(at, next) attention_set(at, next)
+";
 
 impl Task {
+    /// The source with definitions before its kernel.
+    fn after_includes(&self, source: &str) -> String {
+        let at = source.find("extern \"C\"").unwrap_or(0);
+        let (before, kernel) = source.split_at(at);
+        let atomics = match self.entry {
+            Entry::Gradients => ATOMICS,
+            _ => "",
+        };
+        format!("{before}{EXPONENTIAL}{atomics}{kernel}")
+    }
+
     fn name(&self) -> &'static str {
         match self.entry {
             Entry::Forward => "attention_tensor_core_forward",
             Entry::Queries => "attention_tensor_core_queries",
             Entry::Keys(_) => "attention_tensor_core_keys",
+            Entry::Gradients => "attention_tensor_core_gradients",
+            Entry::Finish => "attention_tensor_core_finish",
         }
+    }
+
+    fn cube_dim(&self) -> CubeDim {
+        CubeDim::new_1d(match self.entry {
+            Entry::Gradients | Entry::Finish => JOINT_UNITS as u32,
+            _ => UNITS as u32,
+        })
     }
 
     fn define<F: Float + CubePrimitive>(&self) -> KernelDefinition {
@@ -66,9 +119,11 @@ impl Task {
             Entry::Forward => self.forward::<F>(&mut builder),
             Entry::Queries => self.queries::<F>(&mut builder),
             Entry::Keys(part) => self.keys::<F>(part, &mut builder),
+            Entry::Gradients => self.gradients::<F>(&mut builder),
+            Entry::Finish => self.finish::<F>(&mut builder),
         }
         let settings = KernelSettings::default()
-            .cube_dim(cube_dim())
+            .cube_dim(self.cube_dim())
             .address_type(AddressType::U64)
             .kernel_name(self.name());
         builder.build(settings)
@@ -142,10 +197,58 @@ impl Task {
     }
 }
 
+impl Task {
+    fn gradients<F: Float + CubePrimitive>(&self, builder: &mut KernelBuilder) {
+        let types = Types::new::<F>(builder);
+        let [q, k, v, dout] = [0; 4].map(|_| builder.input_tensor(types.chunk));
+        let rows = builder.input_array(types.float);
+        let [tiles, runs] = [0; 2].map(|_| builder.input_array(types.int));
+        let turns = builder.output_array(Atomic::<u32>::as_type(&builder.scope));
+        let shares = builder.output_array(Atomic::<Quad32>::as_type(&builder.scope));
+        let [dk, dv] = [0; 2].map(|_| builder.output_tensor(types.pair));
+        let scalars = scalars(builder);
+        kernels::gradients::gradients::expand::<F>(
+            &mut builder.scope,
+            q.into(),
+            k.into(),
+            v.into(),
+            dout.into(),
+            rows.into(),
+            tiles.into(),
+            runs.into(),
+            turns.into(),
+            shares.into(),
+            dk.into(),
+            dv.into(),
+            scalars,
+            self.blueprint,
+        );
+    }
+
+    fn finish<F: Float + CubePrimitive>(&self, builder: &mut KernelBuilder) {
+        let types = Types::new::<F>(builder);
+        let q_tiles = builder.input_array(types.int);
+        let turns = builder.input_array(u32::as_type(&builder.scope));
+        let shares = builder.input_array(types.quad);
+        let dq = builder.output_tensor(types.pair);
+        let scalars = scalars(builder);
+        kernels::shares::finish::expand::<F>(
+            &mut builder.scope,
+            q_tiles.into(),
+            turns.into(),
+            shares.into(),
+            dq.into(),
+            scalars,
+            self.blueprint,
+        );
+    }
+}
+
 /// Types of what kernels bind.
 struct Types {
     chunk: Type,
     pair: Type,
+    quad: Type,
     float: Type,
     int: Type,
 }
@@ -156,15 +259,11 @@ impl Types {
         Self {
             chunk: Chunk::<F>::as_type(scope),
             pair: Pair::<F>::as_type(scope),
+            quad: Quad32::as_type(scope),
             float: f32::as_type(scope),
             int: i32::as_type(scope),
         }
     }
-}
-
-/// Units of a cube.
-pub(super) fn cube_dim() -> CubeDim {
-    CubeDim::new_1d(UNITS as u32)
 }
 
 /// In the order in which a launch pushes them.
@@ -186,7 +285,7 @@ impl KernelMetadata for Task {
     fn id(&self) -> KernelId {
         KernelId::new::<Self>()
             .info((self.entry, self.blueprint, self.is_bf16))
-            .cube_dim(cube_dim())
+            .cube_dim(self.cube_dim())
     }
 
     fn address_type(&self) -> StorageType {
@@ -208,7 +307,7 @@ impl CubeTask<CudaCompiler> for Task {
         };
         let kernel = compiler.compile(definition, options, mode, address)?;
         let source = kernel.to_string();
-        if !source.contains(NAME) {
+        if self.entry != Entry::Finish && !source.contains(NAME) {
             return Err(CompilationError::Generic {
                 reason: format!("the source of {} has no {NAME}..)", self.name()),
                 backtrace: cubecl::backtrace::BackTrace::capture(),
@@ -218,19 +317,12 @@ impl CubeTask<CudaCompiler> for Task {
             entrypoint_name: self.name().into(),
             debug_name: Some(self.name()),
             // The definition must come after the includes, which have functions of that name.
-            source: after_includes(&source),
+            source: self.after_includes(&source),
             repr: Some(kernel),
-            cube_dim: cube_dim(),
+            cube_dim: self.cube_dim(),
             debug_info: None,
         })
     }
-}
-
-/// The source with [`EXPONENTIAL`] before its kernel.
-fn after_includes(source: &str) -> String {
-    let at = source.find("extern \"C\"").unwrap_or(0);
-    let (before, kernel) = source.split_at(at);
-    format!("{before}{EXPONENTIAL}{kernel}")
 }
 
 #[cfg(test)]

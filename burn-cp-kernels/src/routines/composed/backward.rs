@@ -68,10 +68,10 @@ pub(crate) fn backward<B: Backend>(
             softcap: options.softcap,
             problem,
         };
-        for (segment, document) in segments.iter().zip(segments.documents()) {
+        for (segment, place) in segments.iter().zip(segments.places()) {
             let dropping = Dropping {
                 segment,
-                document: *document,
+                place: *place,
                 dropout: options.dropout,
             };
             pass.segment(&dropping, &cuts, &mut sums);

@@ -59,10 +59,10 @@ pub(crate) fn forward<B: Backend>(
         dtype,
     };
     let (mut sums, mut maxima) = (Pieces::new(), Pieces::new());
-    for (segment, document) in segments.iter().zip(segments.documents()) {
+    for (segment, place) in segments.iter().zip(segments.places()) {
         let dropping = Dropping {
             segment,
-            document: *document,
+            place: *place,
             dropout: options.dropout,
         };
         for block in walk::blocks(segment) {

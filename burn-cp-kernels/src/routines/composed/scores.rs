@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 
-use crate::definition::{AttentionProblem, Dropout, Segment};
+use crate::definition::{AttentionProblem, Dropout, DropoutPlace, Segment};
 
 /// `softcap · tanh(scores / softcap)`.
 pub(super) fn cap<B: Backend>(scores: Tensor<B, 4>, softcap: Option<f64>) -> Tensor<B, 4> {
@@ -20,10 +20,10 @@ pub(super) fn cap_slope<B: Backend>(capped: Tensor<B, 4>, softcap: f64) -> Tenso
     (ratio.clone() * ratio).neg() + 1.0
 }
 
-/// A segment, the number of its document, and the dropout of its weights.
+/// A segment, its place in its document, and the dropout of its weights.
 pub(super) struct Dropping<'a> {
     pub(super) segment: &'a Segment,
-    pub(super) document: u32,
+    pub(super) place: DropoutPlace,
     pub(super) dropout: Option<Dropout>,
 }
 
@@ -41,7 +41,7 @@ impl Dropping<'_> {
         let mut factors = Vec::with_capacity(problem.num_heads * block.len() * tile.len());
         for head in 0..problem.num_heads {
             for t in block.clone() {
-                let row = dropout.row(self.segment, self.document, head, t);
+                let row = dropout.row(self.segment, self.place, head, t);
                 factors.extend(tile.clone().map(|j| row.factor(j)));
             }
         }

@@ -16,6 +16,7 @@ use crate::{
 };
 
 mod device;
+mod in_place;
 #[cfg(test)]
 mod tests;
 
@@ -187,11 +188,29 @@ impl Run<'_> {
                 })?;
                 Ok(sum.narrowed(dtype))
             }
+            // The sum of two is the same in any order, and rounded once in any dtype.
+            Collective::ReduceScatter { dim: 0, sizes }
+                if sizes.len() == 2 && even(sizes) && shape.num_elements() > 0 =>
+            {
+                let Some(element) = element(dtype) else {
+                    return self.by_messages(payload, op);
+                };
+                let mut part = shape;
+                part[0] = sizes[0];
+                let len = part.num_elements();
+                self.whole(payload, part, |queue, from, to| {
+                    queue.reduce_scatter(from, to, len, element)
+                })
+            }
             Collective::Broadcast { root } if shape.num_elements() > 0 => {
                 let num_bytes = shape.num_elements() * dtype.size();
                 self.whole(payload, shape, |queue, from, to| {
                     queue.broadcast(from, to, num_bytes, *root)
                 })
+            }
+            op if op.moves_runs() && shape[1..].iter().product::<usize>() > 0 => {
+                let work = op.decompose(&shape, self.group.rank(), self.group.size());
+                self.in_place(payload, &work)
             }
             // What is added up here is so in the order of ranks, which NCCL does not promise.
             _ => self.by_messages(payload, op),
@@ -312,6 +331,8 @@ fn even(sizes: &[usize]) -> bool {
 
 fn element(dtype: DType) -> Option<Element> {
     Some(match dtype {
+        DType::F16 => Element::F16,
+        DType::BF16 => Element::BF16,
         DType::F32 => Element::F32,
         DType::F64 => Element::F64,
         DType::I64 => Element::I64,

@@ -74,6 +74,14 @@ impl Stream {
         })
     }
 
+    /// Copies between two buffers of the device that do not overlap, as the stream's next operation.
+    pub(super) fn copy(&self, from: u64, to: u64, num_bytes: usize) -> Result<(), NcclError> {
+        // SAFETY: the caller keeps both buffers until the operation has ended.
+        driver("copying", unsafe {
+            result::memcpy_dtod_async(to, from, num_bytes, self.stream)
+        })
+    }
+
     /// An event that happens when the stream's work so far has ended.
     pub(super) fn record(&self) -> Result<Event, NcclError> {
         let event = Event::new()?;

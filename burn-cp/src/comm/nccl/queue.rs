@@ -7,6 +7,8 @@ use super::{communicator::Raw, cuda::Stream, error::NcclError};
 /// Elements that NCCL adds up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Element {
+    F16,
+    BF16,
     F32,
     F64,
     I32,
@@ -20,6 +22,8 @@ pub(crate) enum Element {
 impl Element {
     fn raw(self) -> sys::ncclDataType_t {
         match self {
+            Self::F16 => sys::ncclDataType_t::ncclFloat16,
+            Self::BF16 => sys::ncclDataType_t::ncclBfloat16,
             Self::F32 => sys::ncclDataType_t::ncclFloat32,
             Self::F64 => sys::ncclDataType_t::ncclFloat64,
             Self::I32 => sys::ncclDataType_t::ncclInt32,
@@ -89,6 +93,11 @@ impl Queue<'_> {
         accepted("receiving", code, Some(self.raw))
     }
 
+    /// A copy from this device to itself.
+    pub(crate) fn copy(&self, from: u64, to: u64, num_bytes: usize) -> Result<(), NcclError> {
+        self.stream.copy(from, to, num_bytes)
+    }
+
     /// Equal parts of all ranks, one behind the other.
     pub(crate) fn all_gather(&self, from: u64, to: u64, num_bytes: usize) -> Result<(), NcclError> {
         // SAFETY: as for `send` and `receive`.
@@ -127,6 +136,30 @@ impl Queue<'_> {
             )
         };
         accepted("adding up", code, Some(self.raw))
+    }
+
+    /// Sums of all ranks' buffers, of which each rank gets its part of `len` elements.
+    pub(crate) fn reduce_scatter(
+        &self,
+        from: u64,
+        to: u64,
+        len: usize,
+        element: Element,
+    ) -> Result<(), NcclError> {
+        let sum = sys::ncclRedOp_t::ncclSum;
+        // SAFETY: as for `send` and `receive`.
+        let code = unsafe {
+            sys::ncclReduceScatter(
+                from as _,
+                to as _,
+                len,
+                element.raw(),
+                sum,
+                self.raw.0,
+                self.stream.raw() as _,
+            )
+        };
+        accepted("adding up parts", code, Some(self.raw))
     }
 
     /// The root's buffer on every rank.

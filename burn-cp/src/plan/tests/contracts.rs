@@ -93,13 +93,15 @@ fn holes_in_a_document_are_no_keys_and_no_positions() {
 #[test]
 fn work_and_bytes_follow_the_plan() {
     let documents = Arc::new(Documents::full(1, 16).unwrap());
-    let shape = KvShape {
+    let shape = CostShape {
+        num_heads: 2,
         num_kv_heads: 2,
         head_dim: 8,
+        v_head_dim: 8,
         bytes_per_element: 4,
     };
     let token = 2 * 2 * 8 * 4;
-    assert_eq!(shape.bytes_per_token(), token);
+    assert_eq!(shape.kv_bytes_per_token(), token);
     let make = |layout: TokenLayout| {
         AttentionPlan::new(documents.clone(), layout.into(), MaskKind::CAUSAL).unwrap()
     };
@@ -185,11 +187,18 @@ fn masks_survive_serialisation() {
         MaskKind::CAUSAL,
         MaskKind::Full,
         MaskKind::Causal { window: Some(9) },
+        MaskKind::CAUSAL_WITH_SPANS,
+        MaskKind::PREFIX,
+        MaskKind::PER_DOCUMENT,
     ] {
         let text = serde_json::to_string(&mask).unwrap();
         assert_eq!(serde_json::from_str::<MaskKind>(&text).unwrap(), mask);
     }
     let read = |text| serde_json::from_str::<MaskKind>(text);
     assert_eq!(read(r#"{"causal":{}}"#).unwrap(), MaskKind::default());
+    assert_eq!(
+        read(r#"{"causal-with-spans":{}}"#).unwrap(),
+        MaskKind::CAUSAL_WITH_SPANS
+    );
     assert!(read(r#"{"causal":{"windw":3}}"#).is_err());
 }

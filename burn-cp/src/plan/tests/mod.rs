@@ -3,7 +3,11 @@
     reason = "lists of one token range are what these tests are about"
 )]
 
+mod balanced;
+mod cases;
 mod contracts;
+mod masks;
+mod predict;
 mod properties;
 mod tables;
 

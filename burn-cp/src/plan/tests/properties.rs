@@ -1,137 +1,12 @@
 //! Random plans against a mask that is written out pair by pair.
 
-use std::ops::Range;
 use std::sync::Arc;
 
-use proptest::collection::vec;
 use proptest::prelude::*;
 
-use crate::layout::{Document, Documents, LayoutPolicy, TokenLayout};
+use super::cases::{Case, Label, Labels, OWN, case};
+use crate::layout::{Documents, TokenLayout};
 use crate::plan::*;
-
-/// Document and document position of each token of each row; `None` for padding.
-type Labels = Vec<Vec<Option<(usize, usize)>>>;
-
-#[derive(Debug, Clone)]
-struct Case {
-    documents: Documents,
-    labels: Labels,
-    policy: LayoutPolicy,
-    world_size: usize,
-    mask: MaskKind,
-}
-
-/// Padding ahead of the document, its runs with the hole behind each, padding behind it.
-type DocumentShape = (usize, Vec<(usize, usize)>, usize);
-
-fn document_shape() -> impl Strategy<Value = DocumentShape> {
-    let length = prop_oneof![
-        6 => prop::sample::select(vec![0_usize, 1, 2, 3, 5, 7, 13]),
-        1 => Just(61_usize),
-    ];
-    let runs = prop_oneof![
-        4 => vec((length.clone(), Just(0)), 1),
-        1 => vec((length, 0..3_usize), 1..4),
-    ];
-    let padding = || prop_oneof![3 => Just(0_usize), 1 => 1..12_usize];
-    (padding(), runs, padding())
-}
-
-fn build_row(shapes: &[DocumentShape]) -> (Vec<Document>, Vec<Option<(usize, usize)>>) {
-    let (mut documents, mut labels) = (Vec::new(), Vec::new());
-    for (index, (ahead, shape, behind)) in shapes.iter().enumerate() {
-        labels.extend(std::iter::repeat_n(None, *ahead));
-        let start = labels.len();
-        let (mut runs, mut position) = (Vec::new(), 0);
-        for &(length, hole) in shape {
-            runs.push(labels.len()..labels.len() + length);
-            labels.extend((position..position + length).map(|position| Some((index, position))));
-            position += length;
-            labels.extend(std::iter::repeat_n(None, hole));
-        }
-        labels.extend(std::iter::repeat_n(None, *behind));
-        let extent = start..labels.len();
-        documents.push(Document { runs, extent });
-    }
-    (documents, labels)
-}
-
-/// Deals pieces of the given lengths to ranks in turn until `covered` tokens are out, each rank's pieces
-/// in the order of their keys.
-fn custom(pieces: &[(usize, usize, u8)], covered: usize, world_size: usize) -> LayoutPolicy {
-    let mut ranks: Vec<Vec<(u8, Range<usize>)>> = vec![Vec::new(); world_size];
-    let mut start = 0;
-    for &(rank, length, key) in pieces.iter().cycle() {
-        let end = (start + length).min(covered);
-        ranks[rank % world_size].push((key, start..end));
-        start = end;
-        if start == covered {
-            break;
-        }
-    }
-    let in_order = |mut ranges: Vec<(u8, Range<usize>)>| {
-        ranges.sort_by_key(|(key, _)| *key);
-        ranges.into_iter().map(|(_, range)| range).collect()
-    };
-    LayoutPolicy::Custom(ranks.into_iter().map(in_order).collect())
-}
-
-fn case() -> impl Strategy<Value = Case> {
-    let rows = vec(vec(document_shape(), 0..6), 1..4);
-    let mask = prop_oneof![
-        Just(MaskKind::CAUSAL),
-        Just(MaskKind::Full),
-        prop::sample::select(vec![0, 1, 2, 6, 30, usize::MAX]).prop_map(|window| {
-            MaskKind::Causal {
-                window: Some(window),
-            }
-        }),
-    ];
-    let pieces = vec((0..8_usize, 1..20_usize, any::<u8>()), 1..30);
-    (rows, 1..9_usize, mask, 0..5_usize, pieces, 0..10_usize).prop_map(
-        |(rows, world_size, mask, policy, pieces, extra)| {
-            let (documents, mut labels): (Vec<_>, Labels) =
-                rows.iter().map(|shapes| build_row(shapes)).unzip();
-            let seq_len = labels.iter().map(Vec::len).max().unwrap().max(1) + extra / 3;
-            labels.iter_mut().for_each(|row| row.resize(seq_len, None));
-            let documents = Documents::from_runs(documents, seq_len).unwrap();
-            if policy == 4 {
-                return swapped(&documents, &labels, world_size, mask);
-            }
-            let policy = match policy {
-                0 if world_size == 1 => LayoutPolicy::Identity,
-                0 => LayoutPolicy::Contiguous { multiple: extra },
-                1 => LayoutPolicy::HeadTail,
-                _ => custom(&pieces, seq_len + extra, world_size),
-            };
-            Case {
-                documents,
-                labels,
-                policy,
-                world_size,
-                mask,
-            }
-        },
-    )
-}
-
-/// The documents in one row, each with as much room as dual-chunk-swap asks for.
-fn swapped(documents: &Documents, labels: &Labels, world_size: usize, mask: MaskKind) -> Case {
-    let aligned = documents.aligned(2 * world_size).unwrap().flattened();
-    // Documents of other rows are other documents.
-    let labels = labels.iter().enumerate().flat_map(|(row, labels)| {
-        let apart = move |(document, position)| (1000 * row + document, position);
-        labels.iter().map(move |label| label.map(apart))
-    });
-    let labels: Vec<_> = labels.collect();
-    Case {
-        labels: vec![aligned.placement.place(&labels, None).unwrap()],
-        documents: aligned.documents,
-        policy: LayoutPolicy::DualChunkSwap,
-        world_size,
-        mask,
-    }
-}
 
 /// The row and token behind each entry of a rank's buffer.
 fn buffer(plan: &AttentionPlan, rank: usize) -> Vec<(usize, usize)> {
@@ -173,15 +48,31 @@ fn expand(
     pairs
 }
 
-fn visible(mask: MaskKind, query: Option<(usize, usize)>, key: Option<(usize, usize)>) -> bool {
-    let (Some((q_document, q)), Some((k_document, k))) = (query, key) else {
+fn visible(mask: MaskKind, query: Option<Label>, key: Option<Label>) -> bool {
+    let (Some(q), Some(k)) = (query, key) else {
         return false;
     };
+    let earlier = k.position <= q.position;
     let allowed = match mask {
         MaskKind::Full => true,
-        MaskKind::Causal { window } => k <= q && window.is_none_or(|window| q - k <= window),
+        MaskKind::Causal { window } => {
+            earlier && window.is_none_or(|window| q.position - k.position <= window)
+        }
+        MaskKind::CausalWithSpans { .. } => earlier || (q.span.is_some() && q.span == k.span),
+        MaskKind::Prefix { .. } => earlier || (q.in_prefix && k.in_prefix),
+        MaskKind::PerDocument { .. } => return visible(OWN[q.own], query, key),
     };
-    q_document == k_document && allowed
+    q.document == k.document && allowed
+}
+
+/// The set of tokens, if any, whose members all see it whole.
+fn together(mask: MaskKind, label: Label) -> Option<usize> {
+    match mask {
+        MaskKind::CausalWithSpans { .. } => label.span,
+        MaskKind::Prefix { .. } => label.in_prefix.then_some(0),
+        MaskKind::PerDocument { .. } => together(OWN[label.own], label),
+        _ => None,
+    }
 }
 
 fn check_cover(case: &Case, plan: &AttentionPlan, labels: &Labels) {
@@ -210,7 +101,7 @@ fn check_cover(case: &Case, plan: &AttentionPlan, labels: &Labels) {
 
         for segment in &rank_plan.segments {
             let (row, first) = buffer[segment.k.start];
-            assert_eq!(labels[row][first].unwrap().1, segment.k_position);
+            assert_eq!(labels[row][first].unwrap().position, segment.k_position);
         }
         if let Some(local) = &rank_plan.local_segments {
             assert_eq!(expand(local, &own, |row, k| (row, own[k])), pairs);
@@ -225,7 +116,7 @@ fn check_cover(case: &Case, plan: &AttentionPlan, labels: &Labels) {
                 && owners.windows(2).all(|pair| pair[0].1 + 1 == pair[1].1)
         });
         assert_eq!(rank_plan.local_segments.is_some(), keys_are_local);
-        check_maximal(plan, rank, labels);
+        check_maximal(case.mask, plan, rank, labels);
     }
     for (row, (count, labels)) in count.iter().zip(labels).enumerate() {
         for q in 0..seq_len {
@@ -241,18 +132,19 @@ fn check_cover(case: &Case, plan: &AttentionPlan, labels: &Labels) {
     }
 }
 
-fn check_maximal(plan: &AttentionPlan, rank: usize, labels: &Labels) {
+fn check_maximal(mask: MaskKind, plan: &AttentionPlan, rank: usize, labels: &Labels) {
     let own = plan.layout().indices(rank);
     let rank_plan = plan.rank(rank);
     for pair in rank_plan.segments.windows(2) {
         let (a, b) = (&pair[0], &pair[1]);
         assert!((a.q_row, a.q.end) <= (b.q_row, b.q.start));
-        let (last_document, last) = labels[a.q_row][own[a.q.end - 1]].unwrap();
-        let (document, first) = labels[b.q_row][own[b.q.start]].unwrap();
+        let last = labels[a.q_row][own[a.q.end - 1]].unwrap();
+        let first = labels[b.q_row][own[b.q.start]].unwrap();
         let continues = a.q_row == b.q_row
             && a.q.end == b.q.start
-            && last_document == document
-            && last + 1 == first;
+            && last.document == first.document
+            && last.position + 1 == first.position
+            && together(mask, last) == together(mask, first);
         assert!(!continues, "two segments that are one");
     }
     for pair in rank_plan.pieces.windows(2) {

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::{ids, plan};
-use crate::plan::{AttentionPlan, ExchangeStrategy, KvShape, MaskKind, RankPlan};
+use crate::plan::{AttentionPlan, CostShape, ExchangeStrategy, MaskKind, RankPlan};
 
 /// Of one rank: lengths of queries and of keys of its segments, tokens sent to each rank, tokens received
 /// from each rank, local indices in the order in which they are sent.
@@ -248,9 +248,11 @@ fn rows_travel_to_as_many_ranks_as_see_them() {
 /// Tokens that all ranks receive together when everything is gathered: each shard goes to all others.
 #[test]
 fn an_all_gather_moves_every_shard_to_all_other_ranks() {
-    let token = KvShape {
+    let token = CostShape {
+        num_heads: 1,
         num_kv_heads: 1,
         head_dim: 1,
+        v_head_dim: 1,
         bytes_per_element: 1,
     };
     for (lengths, padding, world_size, moved) in [
@@ -267,7 +269,7 @@ fn an_all_gather_moves_every_shard_to_all_other_ranks() {
         let plan = plan(&ids(lengths, padding), world_size, MaskKind::CAUSAL);
         let received = (0..world_size).map(|rank| {
             let bytes = plan.exchange_bytes(ExchangeStrategy::AllGather, &token, rank);
-            bytes.received / token.bytes_per_token()
+            bytes.received / token.kv_bytes_per_token()
         });
         assert_eq!(received.sum::<u64>(), moved, "{lengths:?}");
     }

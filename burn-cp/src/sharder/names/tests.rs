@@ -62,6 +62,12 @@ fn every_name_of_a_layout_is_read() {
         ("dual_chunk_swap", DualChunkSwap),
         ("thd", DualChunkSwap),
         ("thd_dual_chunk_swap", DualChunkSwap),
+        (
+            "balanced",
+            LayoutPolicy::Balanced {
+                visibility: Visibility::default(),
+            },
+        ),
         ("identity", Identity),
         ("auto", DEFAULT_LAYOUT),
         ("default", DEFAULT_LAYOUT),
@@ -83,6 +89,18 @@ fn every_name_of_a_layout_is_read() {
         ),
         (json!({ "contiguous": {} }), DEFAULT_LAYOUT),
         (json!({ "round-robin": null }), HeadTail),
+        (
+            json!({ "balanced": {} }),
+            LayoutPolicy::Balanced {
+                visibility: Visibility::default(),
+            },
+        ),
+        (
+            json!({ "balanced": { "visibility": "full" } }),
+            LayoutPolicy::Balanced {
+                visibility: Visibility::Full,
+            },
+        ),
         (
             json!({ "custom": [[{ "start": 3, "end": 5 }], [{ "start": 0, "end": 3 }]] }),
             LayoutPolicy::Custom([3..5, 0..3].map(|range| vec![range]).to_vec()),
@@ -118,6 +136,9 @@ fn what_is_written_is_read_again() {
         LayoutPolicy::Contiguous { multiple: 8 },
         LayoutPolicy::HeadTail,
         LayoutPolicy::DualChunkSwap,
+        LayoutPolicy::Balanced {
+            visibility: Visibility::Causal { window: Some(7) },
+        },
         LayoutPolicy::Identity,
         LayoutPolicy::Custom(vec![vec![0..2, 5..8], vec![2..5]]),
     ];
@@ -148,11 +169,11 @@ const WRONG: &[(&str, &str)] = &[
     ),
     (
         r#""layout": "snake""#,
-        r#"layout: expected one of contiguous, head-tail, dual-chunk-swap, identity, custom; got "snake""#,
+        r#"layout: expected one of contiguous, head-tail, dual-chunk-swap, balanced, identity, custom; got "snake""#,
     ),
     (
         r#""layout": {}"#,
-        "layout: expected one of contiguous, head-tail, dual-chunk-swap, identity, custom; got an empty table",
+        "layout: expected one of contiguous, head-tail, dual-chunk-swap, balanced, identity, custom; got an empty table",
     ),
     (
         r#""layout": "custom""#,
@@ -225,8 +246,6 @@ fn a_wrong_field_is_refused_by_its_path() {
 #[test]
 fn what_is_not_built_yet_is_refused_as_such_and_what_there_is_is_listed() {
     let exchanges = "exchange: expected one of needed-only, all-gather; ";
-    let layouts =
-        "layout: expected one of contiguous, head-tail, dual-chunk-swap, identity, custom; ";
     for (field, name, expected, unbuilt) in [
         ("exchange", "ring", exchanges, "ring"),
         ("exchange", "ring_attention", exchanges, "ring"),
@@ -234,7 +253,6 @@ fn what_is_not_built_yet_is_refused_as_such_and_what_there_is_is_listed() {
         ("exchange", "head_all_to_all", exchanges, "head-all-to-all"),
         ("exchange", "head_a2a", exchanges, "head-all-to-all"),
         ("exchange", "ulysses", exchanges, "head-all-to-all"),
-        ("layout", "balanced", layouts, "balanced"),
     ] {
         for name in spellings(name) {
             let error = read(&json!({ field: name })).unwrap_err();

@@ -107,3 +107,26 @@ fn alpha_follows_the_towers_width_unless_given() {
         assert_eq!(default.clone().with_cost_alpha(alpha).alpha(1152), alpha);
     }
 }
+
+#[test]
+fn delivery_is_written_in_words() {
+    let read_delivery = |text: &str| read(text).map(|config| config.delivery);
+    assert_eq!(read_delivery("{}").unwrap(), VisionDelivery::Gathered);
+    for (word, expected) in [
+        ("gathered", VisionDelivery::Gathered),
+        ("to-consumers", VisionDelivery::ToConsumers),
+    ] {
+        let text = format!(r#"{{ "delivery": "{word}" }}"#);
+        assert_eq!(read_delivery(&text).unwrap(), expected);
+        assert!(
+            serde_json::to_string(&read(&text).unwrap())
+                .unwrap()
+                .contains(word)
+        );
+    }
+    let error = read_delivery(r#"{ "delivery": "everywhere" }"#)
+        .unwrap_err()
+        .to_string();
+    assert!(error.starts_with("delivery: "), "{error}");
+    assert!(error.contains("`to-consumers`"), "{error}");
+}

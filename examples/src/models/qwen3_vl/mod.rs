@@ -150,6 +150,7 @@ impl<B: ContextParallelBackend> SequenceModel<B> for Qwen3Vl<B> {
         ModelCapabilities::text()
             .with_media()
             .with_vision_sharding()
+            .with_local_media()
     }
 }
 

@@ -90,6 +90,7 @@ fn groups(context: &RankContext, dp: usize) -> Result<Groups, AnyError> {
 }
 
 fn scenario(name: &str, context: &RankContext) -> Result<(), AnyError> {
+    burn_cp_tests::enter_rank(context);
     let world = groups(context, 1)?.world()?;
     match name {
         "messages" | "late" => {
@@ -120,6 +121,7 @@ fn scenario(name: &str, context: &RankContext) -> Result<(), AnyError> {
             thread::sleep(Duration::from_secs(2));
         }
         "other-layout" => other_layout(context)?,
+        "endless-exchange" => tensors::endless(context)?,
         "collectives" => tensors::collectives(context)?,
         "broadcast" => tensors::broadcast(context)?,
         other => return Err(format!("no scenario {other:?}").into()),

@@ -1,6 +1,9 @@
 //! Layers that were made from Burn's own against those, which the reference side runs as Burn has them: whole sequences, under
 //! a mask that hides other documents.
 
+mod audit;
+mod decoder;
+mod dropout;
 mod records;
 mod refusals;
 
@@ -104,8 +107,13 @@ where
 
     fn burns(&self) -> Self::Burns;
     fn ours(&self, full: bool) -> Self::Ours;
-    fn run_burns(layer: &Self::Burns, x: Tensor<B, 3>, hidden: Tensor<B, 3, Bool>) -> Tensor<B, 3>;
-    fn run_ours(layer: &Self::Ours, x: Tensor<B, 3>, step: &CpStep<B>) -> Tensor<B, 3>;
+    fn run_burns(
+        &self,
+        layer: &Self::Burns,
+        x: Tensor<B, 3>,
+        hidden: Tensor<B, 3, Bool>,
+    ) -> Tensor<B, 3>;
+    fn run_ours(&self, layer: &Self::Ours, x: Tensor<B, 3>, step: &CpStep<B>) -> Tensor<B, 3>;
 }
 
 struct Attention;
@@ -128,13 +136,18 @@ where
         if full { layer.full() } else { layer }
     }
 
-    fn run_burns(layer: &Self::Burns, x: Tensor<B, 3>, hidden: Tensor<B, 3, Bool>) -> Tensor<B, 3> {
+    fn run_burns(
+        &self,
+        layer: &Self::Burns,
+        x: Tensor<B, 3>,
+        hidden: Tensor<B, 3, Bool>,
+    ) -> Tensor<B, 3> {
         layer
             .forward(MhaInput::self_attn(x).mask_attn(hidden))
             .context
     }
 
-    fn run_ours(layer: &Self::Ours, x: Tensor<B, 3>, step: &CpStep<B>) -> Tensor<B, 3> {
+    fn run_ours(&self, layer: &Self::Ours, x: Tensor<B, 3>, step: &CpStep<B>) -> Tensor<B, 3> {
         layer.forward(x, step)
     }
 }
@@ -158,12 +171,17 @@ where
         if full { encoder.full() } else { encoder }
     }
 
-    fn run_burns(layer: &Self::Burns, x: Tensor<B, 3>, hidden: Tensor<B, 3, Bool>) -> Tensor<B, 3> {
+    fn run_burns(
+        &self,
+        layer: &Self::Burns,
+        x: Tensor<B, 3>,
+        hidden: Tensor<B, 3, Bool>,
+    ) -> Tensor<B, 3> {
         layer.forward(TransformerEncoderInput::new(x).mask_attn(hidden))
     }
 
-    fn run_ours(layer: &Self::Ours, x: Tensor<B, 3>, step: &CpStep<B>) -> Tensor<B, 3> {
-        layer.forward(x, step)
+    fn run_ours(&self, layer: &Self::Ours, x: Tensor<B, 3>, step: &CpStep<B>) -> Tensor<B, 3> {
+        layer.forward(x, step).unwrap()
     }
 }
 
@@ -253,7 +271,7 @@ where
     let layer = pair.burns();
     let x = numbers::<B>(31, documents.seq_len()).require_grad();
     let real = real_elements::<B>(documents);
-    let out = P::run_burns(&layer, x.clone(), hidden) * real;
+    let out = pair.run_burns(&layer, x.clone(), hidden) * real;
     let mut gradients = (out.clone() * numbers(32, documents.seq_len()))
         .sum()
         .backward();
@@ -275,6 +293,22 @@ where
     B::InnerBackend: CollectiveBackend,
     P::Ours: Sync,
 {
+    by_ranks_with(pair, documents, full, (world_size, layout), None)
+}
+
+/// [`by_ranks`], with a seed for dropout.
+fn by_ranks_with<B, P: Pair<B> + Sync>(
+    pair: &P,
+    documents: &Documents,
+    full: bool,
+    (world_size, layout): (usize, &LayoutPolicy),
+    seed: Option<u64>,
+) -> Vec<Outcome>
+where
+    B: AutodiffBackend + ContextParallelBackend,
+    B::InnerBackend: CollectiveBackend,
+    P::Ours: Sync,
+{
     let device = B::Device::default();
     let layer = pair.ours(full);
     let outcomes = on_groups(&[("cp", world_size)], |groups| {
@@ -285,9 +319,13 @@ where
         let layer = layer.clone().fork(&device);
         let x = numbers::<B>(31, documents.seq_len()).require_grad();
         let batch = SequenceBatch::from_embeddings(x.clone()).with_documents(documents.clone());
+        let batch = match seed {
+            Some(seed) => batch.with_dropout_seed(seed),
+            None => batch,
+        };
         let step = sharder(&groups, config).shard(batch, &device).unwrap();
         let cut = |tensor| step.shard_tokens(tensor, 1, Coordinates::Input, Some(0.0));
-        let out = P::run_ours(&layer, step.embeddings().unwrap(), &step);
+        let out = pair.run_ours(&layer, step.embeddings().unwrap(), &step);
         let out = out * cut(real_elements::<B>(documents));
         let loss = (out.clone() * cut(numbers(32, documents.seq_len()))).sum();
         let mut gradients = backward(&loss, step.group());

@@ -12,7 +12,7 @@ use super::encoder;
 type B = burn_cp_tests::TestBackend;
 
 const NO_SINKS: &str = "false, since the kernels have no attention sinks";
-const NO_DROPOUT: &str = "0, since ranks cannot drop what one rank would";
+const NO_DROPOUT: &str = "at least 0 and less than 1, since nothing would be kept";
 
 fn refusal(path: &str, expected: &str, got: &str) -> NnError {
     NnError::Unconvertible {
@@ -37,8 +37,8 @@ fn attention_that_the_kernels_do_not_compute_is_refused() {
         Err(refusal("quiet_softmax", NO_SINKS, "true"))
     );
     assert_eq!(
-        layer(|layer| layer.dropout.prob = 0.25),
-        Err(refusal("dropout", NO_DROPOUT, "0.25"))
+        layer(|layer| layer.dropout.prob = 1.0),
+        Err(refusal("dropout", NO_DROPOUT, "1"))
     );
     for min_float in [-10.0, f64::NAN] {
         let expected = "at most -1000, so that hidden keys have weight 0 here as there";
@@ -75,17 +75,17 @@ fn encoders_that_ranks_cannot_run_alike_are_refused() {
         Err(refusal("layers.0.mha.quiet_softmax", NO_SINKS, "true"))
     );
     assert_eq!(
-        encoder_with(encoder().with_dropout(0.1), |_| ()),
-        Err(refusal("layers.0.mha.dropout", NO_DROPOUT, "0.1"))
+        encoder_with(encoder().with_dropout(1.0), |_| ()),
+        Err(refusal("layers.0.mha.dropout", NO_DROPOUT, "1"))
     );
     assert_eq!(
-        encoder_with(encoder(), |encoder| encoder.layers[1].dropout.prob = 0.5),
-        Err(refusal("layers.1.dropout", NO_DROPOUT, "0.5"))
+        encoder_with(encoder(), |encoder| encoder.layers[1].dropout.prob = 1.0),
+        Err(refusal("layers.1.dropout", NO_DROPOUT, "1"))
     );
     assert_eq!(
         encoder_with(encoder(), |encoder| encoder.layers[1].pwff.dropout.prob =
-            0.5),
-        Err(refusal("layers.1.pwff.dropout", NO_DROPOUT, "0.5"))
+            1.0),
+        Err(refusal("layers.1.pwff.dropout", NO_DROPOUT, "1"))
     );
     assert_eq!(
         encoder_with(
@@ -94,7 +94,7 @@ fn encoders_that_ranks_cannot_run_alike_are_refused() {
         ),
         Err(refusal(
             "layers.0.pwff.activation",
-            "no parameters, since Burn neither trains nor saves those of an encoder's activation",
+            "no parameters, since Burn neither trains nor saves those of a layer's activation",
             "800"
         ))
     );

@@ -26,7 +26,8 @@ fn compiled(
 fn blueprints_know_the_shared_memory_of_their_kernels() {
     for (dim, v_dim) in [(128, 128), (72, 40), (256, 256)] {
         let problem = tensor_core::tests::problem(dim, v_dim);
-        let blueprint = tensor_core::blueprint(&problem, Features::default(), 227 << 10).unwrap();
+        let blueprint =
+            tensor_core::blueprint(&problem, Features::default(), 227 << 10, true).unwrap();
         let part = match blueprint.key_parts {
             true => KeyPart::Keys,
             false => KeyPart::Both,
@@ -40,14 +41,28 @@ fn blueprints_know_the_shared_memory_of_their_kernels() {
                 "{used} {said}"
             );
         }
+        assert_eq!(blueprint.joint, dim == 128);
+        if let Some(said) = blueprint.joint_bytes() {
+            let used = compiled(Entry::Gradients, blueprint, true).repr.unwrap();
+            let used = used.shared_memory_size();
+            assert!(
+                used >= said && used <= said + tensor_core::BARRIERS,
+                "{used} {said}"
+            );
+        }
     }
 }
 
 #[test]
 fn exponentials_of_the_kernels_are_those_of_the_source() {
-    let problem = tensor_core::tests::problem(64, 64);
-    let blueprint = tensor_core::blueprint(&problem, Features::default(), 227 << 10).unwrap();
-    for entry in [Entry::Forward, Entry::Queries, Entry::Keys(KeyPart::Both)] {
+    let problem = tensor_core::tests::problem(128, 128);
+    let blueprint = tensor_core::blueprint(&problem, Features::default(), 227 << 10, true).unwrap();
+    for entry in [
+        Entry::Forward,
+        Entry::Queries,
+        Entry::Keys(KeyPart::Both),
+        Entry::Gradients,
+    ] {
         let source = compiled(entry, blueprint, true).source;
         let definition = source.find("#define __expf").unwrap();
         assert!(source.rfind("#include").unwrap() < definition);
@@ -57,4 +72,21 @@ fn exponentials_of_the_kernels_are_those_of_the_source() {
         assert_eq!(calls("exp("), 0);
         assert_eq!(calls("expf("), calls("__expf("));
     }
+}
+
+#[test]
+fn atomics_of_the_kernel_are_those_of_the_source() {
+    let problem = tensor_core::tests::problem(128, 128);
+    let blueprint = tensor_core::blueprint(&problem, Features::default(), 227 << 10, true).unwrap();
+    let source = compiled(Entry::Gradients, blueprint, true).source;
+    let (definitions, kernel) = source.split_at(source.find("extern \"C\"").unwrap());
+    for name in ["atomicAdd(", "atomicExch("] {
+        assert!(definitions.contains(&format!("#define {name}")));
+        assert!(kernel.contains(name));
+    }
+    // Others would have another order.
+    let of = |name| kernel.matches(name).count();
+    assert_eq!(of("atomic"), of("atomicAdd(") + of("atomicExch("));
+    let other = compiled(Entry::Forward, blueprint, true).source;
+    assert!(!other.contains("#define atomic"));
 }
