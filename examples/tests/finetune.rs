@@ -6,6 +6,7 @@ use std::{
     process::{Command, Output, Stdio},
 };
 
+use burn_cp_examples::hf::WeightFiles;
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -136,6 +137,7 @@ fn photographs_on_two_ranks_are_learned_as_on_one() {
                 "7",
             ],
         ),
+        ("balanced", &["--ranks", "3", "--layout", "balanced"]),
     ] {
         let out = folder.path().join(name);
         succeed(finetune(
@@ -159,6 +161,40 @@ fn photographs_on_two_ranks_are_learned_as_on_one() {
             .all(|frames| frames.as_u64() > Some(0)),
         "{frames}"
     );
+}
+
+/// The decoder's, the embedding's and the head's values stay; those of the tower do not.
+#[test]
+fn a_frozen_decoder_stays_as_it_was() {
+    let folder = TempDir::new().expect("a folder");
+    let out = folder.path().join("run");
+    let args = ["--ranks", "2", "--steps", "2", "--freeze", "text"];
+    let error = refuse(finetune(&photographs(), &out, &args));
+    assert!(
+        error.contains("line 6") && error.contains("an image or a video"),
+        "{error}"
+    );
+    let file = data(folder.path(), &[GOOD, GOOD]);
+    succeed(finetune(&file, &out, &[&args[..], &["--compare"]].concat()));
+    let difference = summary(&out)["max_rel_grad_diff"].as_f64();
+    assert!(
+        difference.is_some_and(|difference| difference <= 1e-4),
+        "{difference:?}"
+    );
+    let weights = |directory: &Path| {
+        let mut problems = Vec::new();
+        let files = WeightFiles::scan(directory, &mut problems);
+        assert_eq!(problems, []);
+        files
+    };
+    let (before, after) = (
+        weights(&model("untied")),
+        weights(&out.join("checkpoints/step-00000002")),
+    );
+    for name in before.tensors().keys() {
+        let same = before.read(name) == after.read(name);
+        assert_eq!(same, !name.starts_with("model.visual."), "{name}");
+    }
 }
 
 #[test]

@@ -169,7 +169,7 @@ impl FinetuneConfig {
         }
     }
 
-    /// What every document is padded to a multiple of, where the layout needs it.
+    /// What every document is padded to a multiple of, where the layout takes one stream of documents.
     pub fn alignment(&self) -> Option<usize> {
         self.layout.alignment(self.ranks / self.dp.max(1))
     }

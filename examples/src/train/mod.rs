@@ -6,6 +6,7 @@
 
 mod batches;
 mod checkpoint;
+mod choices;
 mod config;
 #[cfg(feature = "flex")]
 mod device;
@@ -23,10 +24,8 @@ mod worker;
 pub use batches::to_batch;
 pub use checkpoint::CheckpointError;
 pub(crate) use checkpoint::Checkpoints;
-pub use config::{
-    Checkpointing, ConfigFileError, Delivery, Device, Exchange, Layout, ModelSize, TrainConfig,
-    TrainConfigError, Vision, load_config,
-};
+pub use choices::{Checkpointing, Delivery, Device, Exchange, Layout, ModelSize, Vision};
+pub use config::{ConfigFileError, TrainConfig, TrainConfigError, load_config};
 #[cfg(feature = "flex")]
 pub use device::train_on_device;
 #[cfg(feature = "flex")]

@@ -59,7 +59,7 @@ fn every_name_of_an_exchange_is_read() {
 
 #[test]
 fn every_name_of_a_layout_is_read() {
-    use LayoutPolicy::{Balanced, DualChunkSwap, HeadTail, Identity};
+    use LayoutPolicy::{DualChunkSwap, HeadTail, Identity};
     for (name, layout) in [
         ("contiguous", DEFAULT_LAYOUT),
         ("head_tail", HeadTail),
