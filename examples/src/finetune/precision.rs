@@ -18,7 +18,7 @@ impl<B: Backend> ModuleMapper<B> for Cast {
         let (id, value, mapper) = param.consume();
         let trained = value.is_require_grad();
         // A leaf of its own: the cast is not part of any graph.
-        let value = value.detach().cast(self.0).set_require_grad(trained);
+        let value = value.cast(self.0).detach().set_require_grad(trained);
         Param::from_mapped_value(id, value, mapper)
     }
 }

@@ -167,7 +167,7 @@ struct Summary {
 }
 
 impl FinetuneArgs {
-    fn config(&self, ranks: usize) -> FinetuneConfig {
+    pub(super) fn config(&self, ranks: usize) -> FinetuneConfig {
         FinetuneConfig {
             model: self.model.clone(),
             data: self.data.clone(),

@@ -56,6 +56,7 @@ impl<'a, B: ContextParallelBackend> Generator<'a, B> {
             );
             let place = |features: Tensor<B, 2>| self.at_rows(features, &rows, document.len());
             // Media tokens hold features instead of the placeholder's embedding.
+            let mask = mask.cast(x.dtype());
             x = x.clone() - x * mask + place(features[0].clone());
             deepstack = features[1..]
                 .iter()
@@ -138,6 +139,7 @@ impl<'a, B: ContextParallelBackend> Generator<'a, B> {
         let source =
             Tensor::<B, 1, Int>::from_data(TensorData::new(source, [tokens]), &self.device);
         let mask = self.scattered(vec![1.0; rows.len()], rows, tokens);
+        let mask = mask.cast(features.dtype());
         features.select(0, source).unsqueeze::<3>() * mask
     }
 

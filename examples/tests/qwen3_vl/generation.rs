@@ -138,3 +138,29 @@ fn tokens_one_by_one_give_the_logits_of_the_whole() {
         }
     }
 }
+
+/// As on devices that compute in half precision; the program chooses f32 on a CPU.
+#[test]
+fn a_model_in_bf16_gives_nearly_the_same_logits() {
+    let directory = directory("untied");
+    let case = Case::read("untied-mixed");
+    let document = case.documents(directory.processor()).swap_remove(0);
+    let logits = |dtype| {
+        let model = directory.load::<Flex>(&Default::default(), dtype).unwrap();
+        let mut generator = Generator::new(&model, directory.config(), Default::default());
+        let mut got = values(generator.prompt(&document).unwrap());
+        got.extend(values(generator.token(document.ids[0])));
+        got
+    };
+    let (exact, rounded) = (logits(FloatDType::F32), logits(FloatDType::BF16));
+    let norm = |values: &mut dyn Iterator<Item = f32>| {
+        values
+            .map(|value| f64::from(value).powi(2))
+            .sum::<f64>()
+            .sqrt()
+    };
+    let apart = norm(&mut exact.iter().zip(&rounded).map(|(a, b)| a - b));
+    let relative = apart / norm(&mut exact.iter().copied());
+    // A few roundings of 2⁻⁸ in each of three layers.
+    assert!(relative > 1e-4 && relative < 0.05, "{relative}");
+}
