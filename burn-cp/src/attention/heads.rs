@@ -180,7 +180,8 @@ pub(super) fn backward<B: InnerAttention>(
         let own: Payload<B> = Payload::Float(own);
         let part = own.shape()[0];
         let first = part * call.group().rank();
-        match place(&own, &[first..first + part], part * trade.size) {
+        let heads = first..first + part;
+        match place(&own, std::slice::from_ref(&heads), part * trade.size) {
             Payload::Float(all) => all,
             _ => unreachable!("sinks are floats"),
         }

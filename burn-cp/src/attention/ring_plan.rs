@@ -39,7 +39,9 @@ impl RingPlan {
         let (plan, rank) = (prepared.plan(), prepared.rank());
         let size = plan.world_size();
         let pieces = all_pieces(plan);
-        let mut held: Vec<Rows> = prepared.sizes().iter().map(|&len| vec![0..len]).collect();
+        let mut held: Vec<Rows> = (prepared.sizes().iter())
+            .map(|&len| std::iter::once(0..len).collect())
+            .collect();
         let mut steps = Vec::new();
         for step in 1..size {
             let shard_of = |rank: usize| (rank + size - step) % size;

@@ -263,6 +263,11 @@ where
             received: rank.kv_tokens_received,
         }
     });
+    together(&results)
+}
+
+/// What all ranks have, how many are all padding, and the tokens that they received.
+fn together(results: &[RankResult]) -> (Attention, usize, usize) {
     for result in &results[1..] {
         assert!(
             results[0].out == result.out,

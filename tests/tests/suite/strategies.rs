@@ -166,122 +166,80 @@ fn every_rank_chooses_the_same_strategy_and_says_which() {
     }
 }
 
+/// Gradients of values on every rank, with queries of 0, values 1, 2, 3, .., and outputs that count on rank `of` only.
+fn gradients_of_values(
+    (lengths, seq_len): (&[usize], usize),
+    world_size: usize,
+    (exchange, overlap): (ExchangeStrategy, bool),
+    of: usize,
+) -> Vec<Vec<f64>> {
+    type B = Autodiff<NdArray<f64>>;
+    on_groups(&[("cp", world_size)], |groups| {
+        let config = ContextParallelConfig {
+            exchange,
+            overlap,
+            ..config(&LayoutPolicy::Contiguous { multiple: 1 })
+        };
+        let documents = Documents::from_lengths(&[lengths.to_vec()], seq_len).unwrap();
+        let ids = TensorData::zeros::<i64, _>([1, seq_len]);
+        let batch = SequenceBatch::<B>::from_ids(ids).with_documents(documents);
+        let device = Default::default();
+        let step = sharder(&groups, config).shard(batch, &device).unwrap();
+        let q = Tensor::<B, 4>::zeros([1, world_size, seq_len, 1], (&device, DType::F64));
+        let tokens: Vec<f64> = (0..seq_len).map(|token| token as f64 + 1.0).collect();
+        let v = Tensor::<B, 1>::from_data(TensorData::from(&tokens[..]), (&device, DType::F64))
+            .reshape([1, 1, seq_len, 1])
+            .repeat_dim(1, world_size)
+            .require_grad();
+        let [q, local] =
+            [q, v.clone()].map(|whole| step.shard_tokens(whole, 2, Coordinates::Input, None));
+        let out = step.attention(q.clone(), q, local, &AttentionOptions::causal());
+        let counts = f64::from(u8::from(step.group().rank() == of));
+        let loss = (out * counts).sum();
+        let grads = backward(&loss, step.group());
+        floats(&v.grad(&grads).unwrap().narrow(1, 0, 1))
+    })
+}
+
 /// With queries of 0 weights are uniform, and gradients of values are sums of fractions. What a rank adds to them is what is left
 /// when only its own outputs count.
 #[test]
 fn each_rank_adds_its_own_queries_share_to_the_gradients_of_values() {
-    type B = Autodiff<NdArray<f64>>;
-    let fraction = |a: f64, b: f64| a / b;
-    let (a, b) = (fraction(191.0, 504.0), fraction(11.0, 30.0));
-    // Documents; ranks; per rank the first token and the contributions from there on.
-    let table: [(&[usize], usize, Vec<(usize, Vec<f64>)>); 2] = [
+    let (a, b, c) = (191.0 / 504.0, 11.0 / 30.0, 47.0 / 60.0);
+    // Documents, tokens, ranks, and of a rank: the first token and its contributions from there on.
+    let (three, two): (&[usize], &[usize]) = (&[2, 9, 3], &[6, 5]);
+    let table: [(&[usize], [usize; 4], &[f64]); 7] = [
+        (three, [16, 4, 0, 0], &[1.5, 0.5, 1.5, 0.5]),
         (
-            &[2, 9, 3],
-            16,
-            vec![
-                (0, vec![1.5, 0.5, 1.5, 0.5]),
-                (
-                    2,
-                    vec![
-                        0.95,
-                        0.95,
-                        0.95,
-                        fraction(37.0, 60.0),
-                        b,
-                        fraction(1.0, 6.0),
-                    ],
-                ),
-                (
-                    2,
-                    vec![
-                        a,
-                        a,
-                        a,
-                        a,
-                        a,
-                        a,
-                        a,
-                        fraction(17.0, 72.0),
-                        fraction(1.0, 9.0),
-                        1.0,
-                    ],
-                ),
-                (
-                    11,
-                    vec![fraction(5.0, 6.0), fraction(5.0, 6.0), fraction(1.0, 3.0)],
-                ),
-            ],
+            three,
+            [16, 4, 1, 2],
+            &[0.95, 0.95, 0.95, 37.0 / 60.0, b, 1.0 / 6.0],
         ),
         (
-            &[6, 5],
-            12,
-            vec![
-                (
-                    0,
-                    vec![
-                        fraction(25.0, 12.0),
-                        fraction(13.0, 12.0),
-                        fraction(7.0, 12.0),
-                        0.25,
-                    ],
-                ),
-                (0, vec![b, b, b, b, b, fraction(1.0, 6.0), 1.5, 0.5]),
-                (
-                    6,
-                    vec![
-                        fraction(47.0, 60.0),
-                        fraction(47.0, 60.0),
-                        fraction(47.0, 60.0),
-                        0.45,
-                        0.2,
-                    ],
-                ),
-            ],
+            three,
+            [16, 4, 2, 2],
+            &[a, a, a, a, a, a, a, 17.0 / 72.0, 1.0 / 9.0, 1.0],
         ),
+        (three, [16, 4, 3, 11], &[5.0 / 6.0, 5.0 / 6.0, 1.0 / 3.0]),
+        (
+            two,
+            [12, 3, 0, 0],
+            &[25.0 / 12.0, 13.0 / 12.0, 7.0 / 12.0, 0.25],
+        ),
+        (two, [12, 3, 1, 0], &[b, b, b, b, b, 1.0 / 6.0, 1.5, 0.5]),
+        (two, [12, 3, 2, 6], &[c, c, c, 0.45, 0.2]),
     ];
-    for (lengths, seq_len, contributions) in table {
-        let world_size = contributions.len();
-        for (exchange, overlap) in EXCHANGES {
-            for (of, (first, values)) in contributions.iter().enumerate() {
-                let gradients = on_groups(&[("cp", world_size)], |groups| {
-                    let config = ContextParallelConfig {
-                        exchange,
-                        overlap,
-                        ..config(&LayoutPolicy::Contiguous { multiple: 1 })
-                    };
-                    let documents = Documents::from_lengths(&[lengths.to_vec()], seq_len).unwrap();
-                    let ids = TensorData::zeros::<i64, _>([1, seq_len]);
-                    let batch = SequenceBatch::<B>::from_ids(ids).with_documents(documents);
-                    let device = Default::default();
-                    let step = sharder(&groups, config).shard(batch, &device).unwrap();
-                    let size = [1, world_size, seq_len, 1];
-                    let q = Tensor::<B, 4>::zeros(size, (&device, DType::F64));
-                    let tokens: Vec<f64> = (0..seq_len).map(|token| token as f64 + 1.0).collect();
-                    let v = Tensor::<B, 1>::from_data(
-                        TensorData::from(&tokens[..]),
-                        (&device, DType::F64),
-                    )
-                    .reshape([1, 1, seq_len, 1])
-                    .repeat_dim(1, world_size)
-                    .require_grad();
-                    let [q, local] = [q, v.clone()]
-                        .map(|whole| step.shard_tokens(whole, 2, Coordinates::Input, None));
-                    let out = step.attention(q.clone(), q, local, &AttentionOptions::causal());
-                    let counts = f64::from(u8::from(step.group().rank() == of));
-                    let loss = (out * counts).sum();
-                    let grads = backward(&loss, step.group());
-                    floats(&v.grad(&grads).unwrap().narrow(1, 0, 1))
-                });
-                let mut want = vec![0.0; seq_len];
-                want[*first..*first + values.len()].copy_from_slice(values);
-                let sum = |token: usize| gradients.iter().map(|part| part[token]).sum::<f64>();
-                for (token, want) in want.iter().enumerate() {
-                    let got = sum(token);
-                    assert!(
-                        (got - want).abs() < 1e-14,
-                        "{exchange:?} rank {of} token {token}: {got} {want}"
-                    );
-                }
+    for (lengths, [seq_len, world_size, of, first], values) in table {
+        for exchange in EXCHANGES {
+            let parts = gradients_of_values((lengths, seq_len), world_size, exchange, of);
+            let mut want = vec![0.0; seq_len];
+            want[first..first + values.len()].copy_from_slice(values);
+            for (token, want) in want.iter().enumerate() {
+                let got = parts.iter().map(|part| part[token]).sum::<f64>();
+                assert!(
+                    (got - want).abs() < 1e-14,
+                    "{exchange:?} rank {of} token {token}: {got} {want}"
+                );
             }
         }
     }
