@@ -90,7 +90,7 @@ impl<'a> Sight<'a> {
                 window: None,
             }),
             Self::Causal { window } => each(Part::causal(queries, window)),
-            Self::Prefix(len) => cut(queries, &[0..len], each),
+            Self::Prefix(len) => cut(queries, std::slice::from_ref(&(0..len)), each),
             Self::Spans(spans) => cut(queries, spans, each),
         }
     }

@@ -139,7 +139,7 @@ fn train_rank(
 fn batch<B: Backend>(passages: &Passages) -> Result<SequenceBatch<B>, LayoutError> {
     let tokens = passages.ids.len();
     let row = |values: Vec<i64>| TensorData::new(values, [1, tokens]);
-    let documents = Documents::from_lengths(&[passages.lengths.clone()], tokens)?;
+    let documents = Documents::from_lengths(std::slice::from_ref(&passages.lengths), tokens)?;
     Ok(SequenceBatch::from_ids(row(passages.ids.clone()))
         .with_labels(row(passages.labels(IGNORED_LABEL)))
         .with_vocab_size(text::CLASSES.len())

@@ -148,7 +148,8 @@ impl Case {
         match &self.placed {
             // Spans in the coordinates of the batch, or of the placed rows.
             Some(placed)
-                if self.options.mask == MaskKind::CAUSAL_WITH_SPANS && shape[1] % 2 == 0 =>
+                if self.options.mask == MaskKind::CAUSAL_WITH_SPANS
+                    && shape[1].is_multiple_of(2) =>
             {
                 let placed = AlignedDocuments {
                     documents: unmarked(&placed.documents),

@@ -1,5 +1,10 @@
 //! What a batch says for masks to ask: how it is given, what of it is refused, and by whom.
 
+#![allow(
+    clippy::single_range_in_vec_init,
+    reason = "lists of one token range are what these tests are about"
+)]
+
 use std::time::Duration;
 
 use burn::tensor::{Tensor, TensorData};
@@ -127,15 +132,22 @@ fn media_that_are_no_spans_are_refused_by_frame() {
     );
 }
 
-#[test]
-fn spans_prefixes_and_masks_that_do_not_fit_are_refused_by_all_ranks() {
-    let documents = || Documents::from_lengths(&[vec![2, 4], vec![5]], 6).unwrap();
-    let spans = |spans: Vec<Vec<std::ops::Range<usize>>>| {
-        refused(|| ids().with_documents(documents()).with_spans(spans.clone()))
-    };
-    let is_mark = |error: BatchError, expected: fn(&MarkError) -> bool| match &error {
+fn two_rows() -> Documents {
+    Documents::from_lengths(&[vec![2, 4], vec![5]], 6).expect("documents that fit")
+}
+
+fn is_mark(error: BatchError, expected: fn(&MarkError) -> bool) {
+    match &error {
         BatchError::Layout(LayoutError::Mark(mark)) if expected(mark) => {}
         other => panic!("{other}"),
+    }
+}
+
+#[test]
+fn spans_that_do_not_fit_are_refused_by_all_ranks() {
+    let documents = two_rows;
+    let spans = |spans: Vec<Vec<std::ops::Range<usize>>>| {
+        refused(|| ids().with_documents(documents()).with_spans(spans.clone()))
     };
     is_mark(spans(vec![vec![1..3], vec![]]), |mark| {
         matches!(
@@ -159,6 +171,27 @@ fn spans_prefixes_and_masks_that_do_not_fit_are_refused_by_all_ranks() {
         spans(vec![vec![]]),
         BatchError::Layout(LayoutError::NumRows { what: "spans", .. })
     ));
+    // Tokens 1 and 2 of the first row are put apart, with token 3 between them.
+    let apart = refused(|| {
+        let row = [0, 1, 3, 2, 4, 5].map(Some).to_vec();
+        let placement = Placement::from_rows(&[row.clone(), row], 6).unwrap();
+        ids()
+            .with_documents(documents())
+            .with_placement(placement)
+            .with_spans(vec![vec![1..3], vec![]])
+    });
+    assert_eq!(
+        apart,
+        BatchError::SpanPlaced {
+            row: 0,
+            tokens: 1..3
+        }
+    );
+}
+
+#[test]
+fn prefixes_and_masks_that_do_not_fit_are_refused_by_all_ranks() {
+    let documents = two_rows;
     let prefixes = |prefixes: Vec<Vec<usize>>| {
         refused(|| {
             ids()
@@ -190,22 +223,6 @@ fn spans_prefixes_and_masks_that_do_not_fit_are_refused_by_all_ranks() {
             .with_masks(vec![vec![MaskKind::CAUSAL; 2], vec![MaskKind::Full]])
     });
     assert_eq!(twice, BatchError::MarkedTwice { what: "masks" });
-    // Tokens 1 and 2 of the first row are put apart, with token 3 between them.
-    let apart = refused(|| {
-        let row = [0, 1, 3, 2, 4, 5].map(Some).to_vec();
-        let placement = Placement::from_rows(&[row.clone(), row], 6).unwrap();
-        ids()
-            .with_documents(documents())
-            .with_placement(placement)
-            .with_spans(vec![vec![1..3], vec![]])
-    });
-    assert_eq!(
-        apart,
-        BatchError::SpanPlaced {
-            row: 0,
-            tokens: 1..3
-        }
-    );
 }
 
 /// No rank waits: what cannot be planned is known before anything travels.

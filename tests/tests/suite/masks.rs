@@ -1,5 +1,10 @@
 //! Masks that ask the batch, bidirectional spans, prefixes and masks of documents: the same on any number of ranks, and exact.
 
+#![allow(
+    clippy::single_range_in_vec_init,
+    reason = "lists of one token range are what these tests are about"
+)]
+
 use std::sync::Arc;
 
 use burn::{

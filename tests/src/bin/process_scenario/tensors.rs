@@ -190,7 +190,7 @@ pub(crate) fn endless(context: &RankContext) -> Result<(), AnyError> {
     for round in 0_u64.. {
         let sum = collectives::all_reduce(x.clone(), &group);
         if round.is_multiple_of(16) {
-            let sum: f32 = sum.slice([0..1]).into_data().iter::<f32>().sum();
+            let sum: f32 = sum.narrow(0, 0, 1).into_data().iter::<f32>().sum();
             assert_eq!(sum, group.size() as f32);
         }
         if round == 64 && context.rank() == 1 {
