@@ -48,7 +48,6 @@ impl Document {
 pub struct Documents {
     seq_len: usize,
     rows: Vec<Vec<Document>>,
-    #[serde(skip_serializing_if = "Marks::is_empty")]
     pub(super) marks: Marks,
 }
 

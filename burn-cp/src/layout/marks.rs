@@ -11,11 +11,8 @@ use super::{Document, Documents, LayoutError, MarkError, MaskKind};
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub(super) struct Marks {
-    #[serde(skip_serializing_if = "Option::is_none")]
     spans: Option<Vec<Vec<Vec<Range<usize>>>>>,
-    #[serde(skip_serializing_if = "Option::is_none")]
     prefixes: Option<Vec<Vec<usize>>>,
-    #[serde(skip_serializing_if = "Option::is_none")]
     masks: Option<Vec<Vec<MaskKind>>>,
 }
 

@@ -196,3 +196,29 @@ fn bad_tables_say_what_was_expected() {
         assert!(message.contains(expected), "{message:?} lacks {expected:?}");
     }
 }
+
+/// Formats that name fields and formats that do not, as between processes.
+#[test]
+fn documents_travel_with_their_marks_and_without() {
+    let plain = Documents::from_lengths(&[vec![5, 9], vec![3]], 16).unwrap();
+    let marked = plain
+        .clone()
+        .with_spans(&[vec![1..4, 6..8], vec![]])
+        .and_then(|documents| documents.with_prefixes(vec![vec![2, 0], vec![3]]))
+        .and_then(|documents| {
+            documents.with_masks(vec![
+                vec![MaskKind::Full, MaskKind::PREFIX],
+                vec![MaskKind::CAUSAL],
+            ])
+        })
+        .unwrap();
+    for documents in [plain, marked] {
+        let bytes = postcard::to_stdvec(&documents).unwrap();
+        assert_eq!(
+            postcard::from_bytes::<Documents>(&bytes).unwrap(),
+            documents
+        );
+        let text = serde_json::to_string(&documents).unwrap();
+        assert_eq!(serde_json::from_str::<Documents>(&text).unwrap(), documents);
+    }
+}
