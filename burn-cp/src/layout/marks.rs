@@ -17,10 +17,6 @@ pub(super) struct Marks {
 }
 
 impl Marks {
-    pub(super) fn is_empty(&self) -> bool {
-        *self == Self::default()
-    }
-
     /// Those of the rows one behind the other in one row.
     pub(super) fn flattened(&self) -> Self {
         fn one_row<T: Clone>(rows: &[Vec<T>]) -> Vec<Vec<T>> {
