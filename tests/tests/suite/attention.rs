@@ -25,7 +25,7 @@ use burn_cp::{
 };
 use burn_cp_tests::{
     Attention, Form, Problem, Random, TestBackend, attention_in_tensor_ops,
-    attention_with_sinks_in_f64, backward, floats, head_dim, on_groups, random_documents,
+    attention_with_sinks_in_f64, backward, device, floats, head_dim, on_groups, random_documents,
     random_exchange, random_layout, random_marks, random_mask, random_placement, relative_error,
     sharder, span_tokens, to_bits, unmarked, visible,
 };
@@ -212,7 +212,7 @@ where
     B::InnerBackend: InnerAttention + ContextParallelBackend,
 {
     let results = on_groups(&[("cp", case.world_size)], |groups| {
-        let device = Default::default();
+        let device = device();
         let cp = sharder(&groups, case.config());
         let shapes = case.problem.shapes();
         let [q, k, v, dout]: [Tensor<B, 4>; 4] = std::array::from_fn(|i| {

@@ -4,13 +4,14 @@ use burn::tensor::{Tensor, TensorData};
 use burn_cp::batch::{BatchError, Media};
 
 use crate::bad_input::{B, ids, refused};
+use burn_cp_tests::device;
 
 /// Two images of four and of eight patches, two by two merged into one token: 1 + 2 tokens.
 fn media(rows: usize, grids: Vec<[usize; 3]>, marked: &[usize]) -> Media<B> {
     let placeholders: Vec<bool> = (0..12).map(|token| marked.contains(&token)).collect();
     Media {
         name: "image".into(),
-        pixels: Tensor::zeros([rows, 3], &Default::default()),
+        pixels: Tensor::zeros([rows, 3], &device()),
         grids,
         spatial_merge_size: 2,
         placeholders: TensorData::new(placeholders, [2, 6]),
@@ -59,8 +60,8 @@ fn placeholders_and_embeddings_must_be_equally_many() {
     for len in [2, 4] {
         let layers = || {
             vec![
-                Tensor::<B, 2>::zeros([len, 5], &Default::default()),
-                Tensor::zeros([3, 5], &Default::default()),
+                Tensor::<B, 2>::zeros([len, 5], &device()),
+                Tensor::zeros([3, 5], &device()),
             ]
         };
         let error = refused(|| ids().with_deepstack(mask(len), layers()));

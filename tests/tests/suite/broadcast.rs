@@ -12,7 +12,7 @@ use burn_cp::{
     layout::{Documents, LayoutPolicy},
     sharder::{ContextParallelConfig, CpStep},
 };
-use burn_cp_tests::{TestBackend, floats, ints, on_groups, sharder, with_deadline};
+use burn_cp_tests::{TestBackend, device, floats, ints, on_groups, sharder, with_deadline};
 
 use crate::steps::config;
 
@@ -30,7 +30,7 @@ fn declared() -> ContextParallelConfig {
 
 /// A batch with everything that a batch can have; `from` tells batches apart.
 fn batch<B: ContextParallelBackend>(embeddings: bool, from: i64) -> SequenceBatch<B> {
-    let device = Default::default();
+    let device = device();
     let count = |len: i64| Tensor::<B, 1, Int>::arange(from..from + len, &device);
     let host = |len: i64| (from..from + len).collect::<Vec<_>>();
     let marked = TensorData::new(
@@ -104,7 +104,7 @@ fn arrives<B: ContextParallelBackend>(embeddings: bool) {
     for root in 0..3 {
         on_groups(&[("dp", 2), ("cp", 3)], |groups| {
             let (dp, cp) = (groups.along(&["dp"]).unwrap(), sharder(&groups, declared()));
-            let device = Default::default();
+            let device = device();
             // The two groups read different batches.
             let read = || batch::<B>(embeddings, 10 + 7 * dp.rank() as i64);
             let own = (cp.group().rank() == root).then(read);
@@ -135,7 +135,7 @@ fn a_batch_on_no_rank_or_on_the_wrong_one_is_the_same_error_everywhere() {
             let own = giving
                 .contains(&cp.group().rank())
                 .then(|| batch::<TestBackend>(false, 1));
-            let result = cp.broadcast_batch(own, 1, &Default::default());
+            let result = cp.broadcast_batch(own, 1, &device());
             result.unwrap_err().to_string()
         })
         .unwrap();
@@ -144,7 +144,7 @@ fn a_batch_on_no_rank_or_on_the_wrong_one_is_the_same_error_everywhere() {
     }
     let errors = on_groups(&[("cp", 2)], |groups| {
         let cp = sharder(&groups, declared());
-        let result = cp.broadcast_batch::<TestBackend>(None, 2, &Default::default());
+        let result = cp.broadcast_batch::<TestBackend>(None, 2, &device());
         result.unwrap_err().to_string()
     });
     let expected = "expected one rank below 2 on all ranks, got [2, 2]";
@@ -153,7 +153,7 @@ fn a_batch_on_no_rank_or_on_the_wrong_one_is_the_same_error_everywhere() {
         let cp = sharder(&groups, declared());
         let root = cp.group().rank();
         let own = (root == 0).then(|| batch::<TestBackend>(false, 1));
-        let result = cp.broadcast_batch(own, root, &Default::default());
+        let result = cp.broadcast_batch(own, root, &device());
         result.unwrap_err().to_string()
     });
     assert!(errors[0].contains("got [0, 1]"), "{errors:?}");

@@ -25,7 +25,7 @@ use burn_cp::{
     },
     vision::VisionShardingConfig,
 };
-use burn_cp_tests::{Random, TestBackend, on_groups, sharder, to_bits, with_deadline};
+use burn_cp_tests::{Random, TestBackend, device, on_groups, sharder, to_bits, with_deadline};
 
 type B = TestBackend;
 
@@ -53,7 +53,7 @@ impl SequenceModel<B> for Model<B> {
 
 fn model(capabilities: ModelCapabilities) -> Model<B> {
     Model {
-        embedding: EmbeddingConfig::new(50, 4).init(&Default::default()),
+        embedding: EmbeddingConfig::new(50, 4).init(&device()),
         capabilities,
         num_runs: Arc::default(),
     }
@@ -73,7 +73,7 @@ fn marks() -> TensorData {
 fn with_media(batch: SequenceBatch<B>) -> SequenceBatch<B> {
     batch.with_media(Media {
         name: "image".into(),
-        pixels: Tensor::zeros([2, 3], &Default::default()),
+        pixels: Tensor::zeros([2, 3], &device()),
         grids: vec![[1, 1, 2]],
         spatial_merge_size: 1,
         placeholders: marks(),
@@ -81,7 +81,7 @@ fn with_media(batch: SequenceBatch<B>) -> SequenceBatch<B> {
 }
 
 fn with_deepstack(batch: SequenceBatch<B>) -> SequenceBatch<B> {
-    let layer = Tensor::zeros([2, 4], &Default::default());
+    let layer = Tensor::zeros([2, 4], &device());
     batch.with_deepstack(marks(), vec![layer.clone(), layer.clone(), layer])
 }
 
@@ -100,7 +100,7 @@ fn answers(
 ) -> Vec<Result<(), CapabilityError>> {
     on_groups(&[("cp", world_size)], |groups| {
         let step = sharder(&groups, config.clone())
-            .shard(batch(), &Default::default())
+            .shard(batch(), &device())
             .unwrap();
         let model = SequenceSharded::unchecked(model(capabilities));
         let answer = match model.forward(&step) {
@@ -284,7 +284,7 @@ fn attended(
     let mut ranks = on_groups(&[("cp", world_size)], |groups| {
         let ids = TensorData::new(vec![0_i64; seq], [1, seq]);
         let batch = SequenceBatch::<B>::from_ids(ids).with_documents(documents.clone());
-        let device = Default::default();
+        let device = device();
         let step = sharder(&groups, config.clone())
             .shard(batch, &device)
             .unwrap();

@@ -14,7 +14,7 @@ use burn_cp::{
     comm::ProcessGroup,
 };
 use burn_cp_tests::{
-    DTYPES, Host, Random, TestBackend, backward, floats, on_groups, on_ranks, to_bits,
+    DTYPES, Host, Random, TestBackend, backward, device, floats, on_groups, on_ranks, to_bits,
     with_deadline,
 };
 use proptest::prelude::*;
@@ -217,8 +217,8 @@ fn gradients_of_rows_that_several_ranks_took_are_summed() {
     ];
     let gradients = on_ranks(3, |group| {
         let plan = ExchangePlan::new(&[4, 2, 1], &pieces, group.rank()).unwrap();
-        let x = Tensor::<Autodiff<TestBackend>, 1>::zeros([plan.input_len()], &Default::default())
-            .require_grad();
+        let x =
+            Tensor::<Autodiff<TestBackend>, 1>::zeros([plan.input_len()], &device()).require_grad();
         let out = collectives::exchange(x.clone(), 0, &plan.into(), &group);
         let loss = out
             .mul_scalar(10_f64.powi(i32::try_from(group.rank()).unwrap()))
@@ -244,7 +244,7 @@ fn several_groups_of_one_world_work_at_the_same_time() {
         let mut all = Vec::new();
         for round in 0..20_u16 {
             let value = f32::from(round) + f32::from(1_u16 << groups.global_rank());
-            let mine = Tensor::<TestBackend, 1>::full([1], value, &Default::default());
+            let mine = Tensor::<TestBackend, 1>::full([1], value, &device());
             let sum = |group| collectives::all_reduce(mine.clone(), group).into_scalar();
             // The two rows of the mesh take their groups in different orders.
             let (a, b) = if groups
@@ -314,11 +314,7 @@ fn one_rank_alone_keeps_what_it_has() {
 }
 
 fn payload(len: usize, value: f64) -> Payload<TestBackend> {
-    burn::tensor::Float::into_payload(Tensor::<TestBackend, 1>::full(
-        [len],
-        value,
-        &Default::default(),
-    ))
+    burn::tensor::Float::into_payload(Tensor::<TestBackend, 1>::full([len], value, &device()))
 }
 
 fn start(len: usize, value: f64, group: &ProcessGroup) -> collectives::Pending<TestBackend> {

@@ -6,7 +6,7 @@ use burn_cp::{
     layout::{Documents, LayoutError, LayoutPolicy, SelfOnly},
     sharder::{ContextParallel, StepError},
 };
-use burn_cp_tests::{TestBackend, ints, on_groups, sharder};
+use burn_cp_tests::{TestBackend, device, ints, on_groups, sharder};
 
 use crate::{bad_input::refused, steps::config};
 
@@ -19,7 +19,7 @@ fn ids() -> SequenceBatch<B> {
 /// Of the batch as one rank sees it: `padding_mask`, positions.
 fn padding_and_positions(batch: SequenceBatch<B>) -> (Vec<i64>, Vec<i64>) {
     let cp = ContextParallel::solo(config(&LayoutPolicy::Identity));
-    let step = cp.shard(batch, &Default::default()).unwrap();
+    let step = cp.shard(batch, &device()).unwrap();
     (ints(&step.padding_mask().int()), ints(&step.positions()))
 }
 
@@ -81,7 +81,7 @@ fn documents_of_a_dense_mask_stay_apart() {
     let mask = TensorData::new(square([1, 1, 2, 2, 0], false), [1, 1, 5, 5]);
     let batch = ids().with_attention_mask(&mask).unwrap();
     let cp = ContextParallel::solo(config(&LayoutPolicy::Identity));
-    let step = cp.shard(batch, &Default::default()).unwrap();
+    let step = cp.shard(batch, &device()).unwrap();
     let want = Documents::from_lengths(&[vec![2, 2]], 5).unwrap();
     assert_eq!(*step.documents(), want);
 }
@@ -121,7 +121,7 @@ fn added_tokens_are_padding_whether_or_not_a_mask_was_given() {
                     batch = batch.with_attention_mask(&ones).unwrap();
                 }
                 let step = sharder(&groups, config(&layout))
-                    .shard(batch, &Default::default())
+                    .shard(batch, &device())
                     .unwrap();
                 let indices = step.layout().indices(step.group().rank());
                 (indices, ints(&step.padding_mask().int()))
@@ -176,7 +176,7 @@ fn packed_lengths_become_documents_and_one_stream() {
         )
         .unwrap();
     let cp = ContextParallel::solo(config(&LayoutPolicy::Identity));
-    let step = cp.shard(batch, &Default::default()).unwrap();
+    let step = cp.shard(batch, &device()).unwrap();
     let metadata = step.documents().thd_metadata().unwrap();
     assert_eq!(metadata.cu_seqlens, [0, 3, 5, 11]);
     assert_eq!(metadata.cu_seqlens_padded, Some(vec![0, 4, 6, 12]));
@@ -194,7 +194,7 @@ fn a_table_of_other_rows_is_refused_when_it_is_sharded() {
         .with_seq_lens(&TensorData::new(vec![1_i64, 2], [2, 1]), None)
         .unwrap();
     let cp = ContextParallel::solo(config(&LayoutPolicy::Identity));
-    let error = cp.shard(batch, &Default::default()).unwrap_err();
+    let error = cp.shard(batch, &device()).unwrap_err();
     let (expected, got) = ([1, 5], [2, 5]);
     match error {
         StepError::Batch(error) => assert_eq!(error, BatchError::Documents { expected, got }),

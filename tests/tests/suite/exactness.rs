@@ -12,7 +12,7 @@ use burn_cp::{
     sharder::{ContextParallel, ContextParallelConfig, Coordinates},
 };
 use burn_cp_tests::{
-    Form, Host, Problem, Random, TestBackend, attention_in_f64, backward, floats, head_dim,
+    Form, Host, Problem, Random, TestBackend, attention_in_f64, backward, device, floats, head_dim,
     on_groups, relative_error, sharder, to_bits,
 };
 
@@ -97,7 +97,7 @@ fn packed_documents_stay_apart_in_every_layout() {
                 let batch =
                     SequenceBatch::<TestBackend>::from_ids(ids).with_documents(documents.clone());
                 let step = sharder(&groups, config(&layout))
-                    .shard(batch, &Default::default())
+                    .shard(batch, &device())
                     .unwrap();
                 let values = Host::from_fn([1, 24, head_dim(4)], |[_, token, i]| {
                     let value = ((token * 4 + i) as f64).sin();
@@ -162,9 +162,7 @@ fn a_rank_of_padding_with_infinite_keys_has_gradients_of_zero() {
             };
             let ids = TensorData::zeros::<i64, _>([1, 16]);
             let batch = SequenceBatch::<B>::from_ids(ids).with_documents(documents.clone());
-            let step = sharder(&groups, config)
-                .shard(batch, &Default::default())
-                .unwrap();
+            let step = sharder(&groups, config).shard(batch, &device()).unwrap();
             let values = Host::from_fn([1, 16, head_dim(4)], |[_, token, i]| match token {
                 0..5 => (token + i) as f64 / 8.0,
                 5..10 => f64::INFINITY,
@@ -199,8 +197,8 @@ fn attention_of_other_tokens_than_the_step_has_is_refused_on_one_rank_too() {
     let ids = TensorData::zeros::<i64, _>([1, 6]);
     let batch = SequenceBatch::<TestBackend>::from_ids(ids)
         .with_documents(Documents::from_lengths(&[vec![2, 4]], 6).unwrap());
-    let step = cp.shard(batch, &Default::default()).unwrap();
-    let x = |tokens: usize| Tensor::<TestBackend, 4>::ones([1, 2, tokens, 4], &Default::default());
+    let step = cp.shard(batch, &device()).unwrap();
+    let x = |tokens: usize| Tensor::<TestBackend, 4>::ones([1, 2, tokens, 4], &device());
     for tokens in [5, 7, 12] {
         let message = panic_of(|| {
             drop(step.attention(x(tokens), x(tokens), x(tokens), &AttentionOptions::causal()));

@@ -16,7 +16,9 @@ use burn_cp::{
     nn::{ParameterError, check_parameters},
     optim::{GradientSync, broadcast_parameters, clip_by_global_norm, sync_gradients},
 };
-use burn_cp_tests::{Random, TestBackend, floats, on_groups, relative_error, with_deadline};
+use burn_cp_tests::{
+    Random, TestBackend, device, floats, on_groups, relative_error, with_deadline,
+};
 
 type Inner = NdArray<f64>;
 type B = Autodiff<Inner>;
@@ -55,13 +57,12 @@ fn gradients<I: Backend, B: AutodiffBackend<InnerBackend = I>>(
     let full = |rank: usize| rank as f64 + 1.0;
     if rank != 1 {
         let values: Vec<f64> = (0..12).map(|i| full(rank) * f64::from(i)).collect();
-        let tensor =
-            Tensor::<I, 2>::from_data(TensorData::new(values, [3, 4]), &Default::default());
+        let tensor = Tensor::<I, 2>::from_data(TensorData::new(values, [3, 4]), &device());
         grads.register(module.matrix.id, tensor);
     }
     grads.register(
         module.vector.id,
-        Tensor::<I, 1>::full([5], full(rank), &Default::default()),
+        Tensor::<I, 1>::full([5], full(rank), &device()),
     );
     grads
 }
@@ -169,7 +170,7 @@ fn clipping_scales_all_gradients_by_one_factor() {
     broken.remove::<Inner, 1>(module.vector.id);
     broken.register(
         module.vector.id,
-        Tensor::<Inner, 1>::full([5], f64::NAN, &Default::default()),
+        Tensor::<Inner, 1>::full([5], f64::NAN, &device()),
     );
     let (kept, found) = clip_by_global_norm::<B, _>(broken, &module, 1.0);
     assert!(found.is_nan());
@@ -298,7 +299,7 @@ fn ranks_that_share_a_leaf_are_named_on_every_rank() {
         }
     }
     assert!(
-        checked(|_| shared.clone().fork(&Default::default()))
+        checked(|_| shared.clone().fork(&device()))
             .iter()
             .all(Result::is_ok)
     );

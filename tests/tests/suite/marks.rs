@@ -17,7 +17,7 @@ use burn_cp::{
         ContextParallel, ContextParallelConfig, CpStep, ModelCapabilities, StepError, Violation,
     },
 };
-use burn_cp_tests::{on_groups, sharder, span_tokens, with_deadline};
+use burn_cp_tests::{device, on_groups, sharder, span_tokens, with_deadline};
 
 use crate::{
     bad_input::{B, ids, refused},
@@ -26,7 +26,7 @@ use crate::{
 
 /// Of two rows of 12 tokens: an image of one token, one of four, a video of two frames of two tokens.
 fn media() -> [Media<B>; 2] {
-    let device = Default::default();
+    let device = device();
     let media = |name: &str, grids: Vec<[usize; 3]>, tokens: &[usize]| Media {
         name: name.into(),
         pixels: Tensor::zeros(
@@ -58,7 +58,7 @@ fn row_of_12() -> SequenceBatch<B> {
 
 fn solo(batch: SequenceBatch<B>) -> CpStep<B> {
     ContextParallel::solo(ContextParallelConfig::default())
-        .shard(batch, &Default::default())
+        .shard(batch, &device())
         .unwrap()
 }
 
@@ -267,17 +267,17 @@ fn masks_that_cannot_be_planned_are_errors_that_name_the_pair_on_every_rank() {
     on_groups(&[("cp", 2)], |groups| {
         let cp = sharder(&groups, ContextParallelConfig::default());
         let batch = ids().with_spans(vec![vec![1..5], vec![]]);
-        let step = cp.shard(batch, &Default::default()).unwrap();
+        let step = cp.shard(batch, &device()).unwrap();
         for (options, expected) in &refusals {
             match step.plan(options.mask) {
                 Err(StepError::Plan(error)) => assert_eq!(error, *expected),
                 other => panic!("{other:?}"),
             }
-            let x = Tensor::zeros([2, 1, step.local_len(), 4], &Default::default());
+            let x = Tensor::zeros([2, 1, step.local_len(), 4], &device());
             let message = panic_of(|| drop(step.attention(x.clone(), x.clone(), x, options)));
             assert!(message.contains(&expected.to_string()), "{message}");
         }
-        let x = Tensor::zeros([2, 1, step.local_len(), 4], &Default::default());
+        let x = Tensor::zeros([2, 1, step.local_len(), 4], &device());
         drop(step.attention(x.clone(), x.clone(), x, &spans));
     });
 }
@@ -289,7 +289,7 @@ fn ranks_whose_batches_differ_in_spans_alone_do_not_agree() {
         let cp = sharder(&groups, ContextParallelConfig::default());
         let spans = std::iter::once(1..3 + rank / 2).collect();
         let batch = ids().with_spans(vec![spans, vec![]]);
-        drop(cp.shard(batch, &Default::default()));
+        drop(cp.shard(batch, &device()));
     });
     let error = result.unwrap_err().to_string();
     assert!(
@@ -332,8 +332,8 @@ fn a_batch_that_one_rank_has_read_brings_its_spans_prefixes_and_masks() {
                 .with_prefixes(vec![vec![5], vec![0]])
                 .with_masks(vec![vec![MaskKind::Full], vec![MaskKind::CAUSAL]])
         });
-        let batch = cp.broadcast_batch(batch, 1, &Default::default()).unwrap();
-        let step = cp.shard(batch, &Default::default()).unwrap();
+        let batch = cp.broadcast_batch(batch, 1, &device()).unwrap();
+        let step = cp.shard(batch, &device()).unwrap();
         let documents = step.documents();
         assert_eq!(span_tokens(documents), [vec![0..2, 3..4, 4..8], vec![]]);
         assert_eq!((documents.prefix(0, 0), documents.prefix(1, 0)), (5, 0));

@@ -20,8 +20,8 @@ use burn_cp::{
     sharder::ContextParallelConfig,
 };
 use burn_cp_tests::{
-    Form, Problem, Random, TestBackend, head_dim, on_groups, random_layout, random_marks, sharder,
-    to_bits,
+    Form, Problem, Random, TestBackend, device, head_dim, on_groups, random_layout, random_marks,
+    sharder, to_bits,
 };
 
 use crate::{
@@ -162,7 +162,7 @@ fn layers_mix_masks_within_a_step_and_each_moves_only_what_it_sees() {
     on_groups(&[("cp", 4)], |groups| {
         let cp = sharder(&groups, ContextParallelConfig::default());
         let batch = SequenceBatch::<B>::from_ids(ids.clone()).with_documents(documents.clone());
-        let step = cp.shard(batch, &Default::default()).unwrap();
+        let step = cp.shard(batch, &device()).unwrap();
         let window = MaskKind::Causal { window: Some(3) };
         let received = |mask| {
             let plan = step.plan(mask).unwrap();
@@ -177,7 +177,7 @@ fn layers_mix_masks_within_a_step_and_each_moves_only_what_it_sees() {
         assert_eq!(received(MaskKind::CAUSAL_WITH_SPANS), [2, 8, 16, 24]);
         assert_eq!(received(MaskKind::Full), [24; 4]);
         // In one step, in any order.
-        let x = || Tensor::zeros([1, 2, step.local_len(), 8], &Default::default());
+        let x = || Tensor::zeros([1, 2, step.local_len(), 8], &device());
         for options in [
             AttentionOptions::causal_with_spans(),
             AttentionOptions::causal().with_window(3),
@@ -192,7 +192,7 @@ fn layers_mix_masks_within_a_step_and_each_moves_only_what_it_sees() {
 #[test]
 fn a_layer_asks_for_the_mask_that_it_is_given() {
     on_groups(&[("cp", 3)], |groups| {
-        let device = Default::default();
+        let device = device();
         let cp = sharder(&groups, ContextParallelConfig::default());
         let batch = SequenceBatch::<B>::from_ids(TensorData::zeros::<i64, _>([2, 30]));
         let step = cp

@@ -13,12 +13,12 @@ use burn_cp::{
     collectives,
     comm::{ProcessGroup, ProgramOrder},
 };
-use burn_cp_tests::{TestBackend, backward, floats, on_ranks};
+use burn_cp_tests::{TestBackend, backward, device, floats, on_ranks};
 
 type B<C = NoCheckpointing> = Autodiff<NdArray<f64>, C>;
 
 fn leaf<C: CheckpointStrategy>(value: f64) -> Tensor<B<C>, 1> {
-    Tensor::full([2], value, &Default::default()).require_grad()
+    Tensor::full([2], value, &device()).require_grad()
 }
 
 /// Twice the tensor, `depth + 1` operations deep; `depth` is even.
@@ -33,7 +33,7 @@ fn weights<C: CheckpointStrategy>(group: &ProcessGroup, exchange: usize) -> Tens
     let values = (0..2 * group.size())
         .map(|i| weight(exchange, group.rank(), i))
         .collect::<Vec<_>>();
-    Tensor::from_floats(values.as_slice(), &Default::default())
+    Tensor::from_floats(values.as_slice(), &device())
 }
 
 #[allow(clippy::cast_precision_loss)]
@@ -234,8 +234,7 @@ fn what_one_rank_keeps_of_an_evaluation_does_not_matter() {
 #[test]
 fn exchanges_of_exchanges_have_the_product_of_their_gradients() {
     let gradients = on_ranks(2, |group| {
-        let x =
-            Tensor::<Autodiff<TestBackend>, 1>::full([2], 1.0, &Default::default()).require_grad();
+        let x = Tensor::<Autodiff<TestBackend>, 1>::full([2], 1.0, &device()).require_grad();
         let once = collectives::all_reduce(x.clone(), &group);
         let twice = collectives::all_reduce(once.clone() * once, &group);
         x.grad(&backward(&twice.sum(), &group))

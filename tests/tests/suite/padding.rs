@@ -12,7 +12,7 @@ use burn_cp::{
     sharder::{ContextParallelConfig, Coordinates, PrimaryStream},
 };
 use burn_cp_tests::{
-    Host, Random, TestBackend, backward, floats, ints, on_groups, sharder, to_bits,
+    Host, Random, TestBackend, backward, device, floats, ints, on_groups, sharder, to_bits,
 };
 
 use crate::{steps::config, verbs::panic_of};
@@ -88,7 +88,7 @@ fn every_rank_holds_its_tokens_and_padding_is_marked_and_counted_on() {
                     .with_attention_mask(&mask())
                     .unwrap()
             };
-            let device = Default::default();
+            let device = device();
             let (step, row) = (
                 cp.shard(batch(), &device).unwrap(),
                 &rows[cp.group().rank()],
@@ -123,7 +123,7 @@ fn positions_restart_with_documents_and_count_on_through_padding() {
             .with_document_ids(&ids)
             .unwrap();
         let step = sharder(&groups, config(&CONTIGUOUS))
-            .shard(batch, &Default::default())
+            .shard(batch, &device())
             .unwrap();
         let metadata = step.documents().thd_metadata().unwrap();
         assert_eq!(metadata.padding, [4, 5, 6, 7]);
@@ -150,15 +150,10 @@ fn values_are_cut_filled_and_gathered_again() {
         let ranks = on_groups(&[("cp", 2)], |groups| {
             let ids = TensorData::zeros::<i64, _>([1, 5]);
             let step = sharder(&groups, config(&layout))
-                .shard(
-                    SequenceBatch::<TestBackend>::from_ids(ids),
-                    &Default::default(),
-                )
+                .shard(SequenceBatch::<TestBackend>::from_ids(ids), &device())
                 .unwrap();
-            let values = Tensor::<TestBackend, 2>::from_data(
-                [[10.0, 20.0, 30.0, 40.0, 50.0]],
-                &Default::default(),
-            );
+            let values =
+                Tensor::<TestBackend, 2>::from_data([[10.0, 20.0, 30.0, 40.0, 50.0]], &device());
             let local = step.shard_tokens(values.clone(), 1, Coordinates::Input, Some(-1.0));
             let again = step.gather_tokens(local.clone(), 1, Coordinates::Input, None);
             assert_eq!(to_bits(&again), to_bits(&values));
@@ -169,7 +164,7 @@ fn values_are_cut_filled_and_gathered_again() {
             };
             let message = refused(values, None);
             assert!(message.contains("so a fill is needed"), "{message}");
-            let message = refused(Tensor::zeros([1, 6], &Default::default()), Some(-1.0));
+            let message = refused(Tensor::zeros([1, 6], &device()), Some(-1.0));
             assert!(message.contains("expected 5 tokens"), "{message}");
             floats(&local)
         });
@@ -198,7 +193,7 @@ fn deepstack_rows_are_those_of_a_ranks_marked_tokens() {
     ];
     for (layout, marks, ranks) in table {
         on_groups(&[("cp", 2)], |groups| {
-            let device = Default::default();
+            let device = device();
             let mask = TensorData::new(marks.to_vec(), [1, marks.len()]);
             let num_rows = marks.iter().map(|mark| i64::from(*mark)).sum::<i64>();
             let layer = Tensor::<TestBackend, 1, Int>::arange(1..num_rows + 1, &device).float();
@@ -239,7 +234,7 @@ fn a_batch_whose_primary_stream_is_left_whole_is_otherwise_cut_alike() {
     ];
     for layout in layouts {
         on_groups(&[("cp", 3)], |groups| {
-            let device = Default::default();
+            let device = device();
             let shard = |primary| {
                 let stream = StreamDeclaration {
                     name: "per layer".into(),
@@ -289,14 +284,11 @@ fn on_a_mesh_of_two_axes_every_group_shards_its_own_batch() {
     type B = Autodiff<TestBackend>;
     let ranks = on_groups(&[("dp", 2), ("cp", 2)], |groups| {
         let replica = groups.along(&["dp"]).unwrap().rank();
-        let values = Tensor::<B, 1, Int>::arange(0..8, &Default::default()).float();
+        let values = Tensor::<B, 1, Int>::arange(0..8, &device()).float();
         let leaf = values.add_scalar(100 * replica as i64).reshape([1, 8, 1]);
         let leaf = leaf.require_grad();
         let step = sharder(&groups, config(&LayoutPolicy::HeadTail))
-            .shard(
-                SequenceBatch::from_embeddings(leaf.clone()),
-                &Default::default(),
-            )
+            .shard(SequenceBatch::from_embeddings(leaf.clone()), &device())
             .unwrap();
         let local = step.embeddings().unwrap();
         let gradients = backward(&(local.clone() * 2.0).sum(), &groups.world().unwrap());
@@ -385,9 +377,7 @@ fn uniform_attention_gives_the_fractions_that_it_should() {
                 };
                 let ids = TensorData::zeros::<i64, _>([1, seq]);
                 let batch = SequenceBatch::<B>::from_ids(ids).with_documents(documents.clone());
-                let step = sharder(&groups, config)
-                    .shard(batch, &Default::default())
-                    .unwrap();
+                let step = sharder(&groups, config).shard(batch, &device()).unwrap();
                 let values = Host::from_fn([1, seq, 1], |[_, token, _]| token as f64 + 1.0);
                 let leaf: Tensor<B, 4> = values
                     .tensor::<B>(DType::F64)

@@ -10,7 +10,7 @@ use burn_cp::{
     sharder::{ContextParallelConfig, Coordinates, CpStep, StepError},
 };
 use burn_cp_tests::{
-    Host, Random, TestBackend, backward, floats, ints, on_groups, random_documents,
+    Host, Random, TestBackend, backward, device, floats, ints, on_groups, random_documents,
     random_placement, sharder, to_bits,
 };
 
@@ -109,7 +109,7 @@ impl Streams {
 
     fn batch(&self) -> SequenceBatch<TestBackend> {
         let [rows, seq] = self.size;
-        let device = Default::default();
+        let device = device();
         let deepstack = self.image.iter().filter(|marked| **marked).count();
         let layer = Tensor::arange(0..2 * deepstack as i64, &device).float();
         let flags = Host {
@@ -171,7 +171,7 @@ fn a_placed_batch_is_the_batch_whose_streams_were_moved_by_hand() {
         on_groups(&[("cp", world_size)], |groups| {
             let shard = |batch| {
                 sharder(&groups, config_with_streams(&layout))
-                    .shard(batch, &Default::default())
+                    .shard(batch, &device())
                     .unwrap()
             };
             let step = shard(streams.batch().with_aligned_documents(placed.clone()));
@@ -203,10 +203,7 @@ fn gathered_shards_of_a_placed_batch_are_the_batch_with_dropped_tokens_filled() 
         on_groups(&[("cp", world_size)], |groups| {
             let batch = Streams::of(&documents).batch();
             let step = sharder(&groups, config_with_streams(&layout))
-                .shard(
-                    batch.with_aligned_documents(placed.clone()),
-                    &Default::default(),
-                )
+                .shard(batch.with_aligned_documents(placed.clone()), &device())
                 .unwrap();
             let to = Coordinates::Input;
             let shard = step.shard_tokens(whole.tensor::<B>(DType::F32), 1, to, Some(5.0));
@@ -248,7 +245,7 @@ fn the_gradient_of_placed_tokens_lands_where_they_came_from() {
             let ids = TensorData::zeros::<i64, _>([shape[0], shape[1]]);
             let batch = SequenceBatch::<B>::from_ids(ids).with_aligned_documents(placed.clone());
             let step = sharder(&groups, config(&layout))
-                .shard(batch, &Default::default())
+                .shard(batch, &device())
                 .unwrap();
             let leaf: Tensor<B, 3> = Host::zeros(shape).tensor::<B>(DType::F64).require_grad();
             let shard = step.shard_tokens(leaf.clone(), 1, Coordinates::Input, Some(0.0));
@@ -279,15 +276,15 @@ fn embeddings_and_their_gradients_follow_the_placement() {
     let placement = Placement::from_rows(&targets, 6).unwrap();
     let documents = Documents::from_lengths(&[vec![2, 4], vec![3, 3]], 6).unwrap();
     let gradients = on_groups(&[("cp", 3)], |groups| {
-        let leaf = Tensor::<B, 3>::ones([2, 4, 1], &Default::default()).require_grad();
+        let leaf = Tensor::<B, 3>::ones([2, 4, 1], &device()).require_grad();
         let batch = SequenceBatch::from_embeddings(leaf.clone())
             .with_documents(documents.clone())
             .with_placement(placement.clone());
         let step = sharder(&groups, config(&LayoutPolicy::HeadTail))
-            .shard(batch, &Default::default())
+            .shard(batch, &device())
             .unwrap();
         let local = step.embeddings().unwrap();
-        let slots = Tensor::<B, 1, Int>::arange(1..7, &Default::default()).float();
+        let slots = Tensor::<B, 1, Int>::arange(1..7, &device()).float();
         let slots = slots.reshape([1, 6, 1]).repeat_dim(0, 2);
         let slots = step.shard_tokens(slots, 1, Coordinates::Padded, None);
         let gradients = backward(&(local * slots).sum(), step.group());
@@ -311,10 +308,10 @@ fn repositioned_rows_are_cut_and_come_back() {
             .with_documents(Documents::full(2, 6).unwrap())
             .with_placement(placement.clone());
         let step = sharder(&groups, config(&LayoutPolicy::HeadTail))
-            .shard(batch, &Default::default())
+            .shard(batch, &device())
             .unwrap();
         let values = [[7.0, 8.0, 9.0, 10.0], [5.0, 6.0, 7.0, 8.0]];
-        let values = Tensor::<TestBackend, 2>::from_data(values, &Default::default());
+        let values = Tensor::<TestBackend, 2>::from_data(values, &device());
         let local = step.shard_tokens(values, 1, Coordinates::Input, Some(0.0));
         let padded = step.gather_tokens(local.clone(), 1, Coordinates::Padded, None);
         let rows = [7, 8, 0, 0, 10, 0, 0, 0, 5, 0, 0, 0].map(f64::from);
@@ -355,7 +352,7 @@ fn a_placement_that_loses_something_or_does_not_fit_is_refused() {
     };
     assert_eq!(label, expected);
     let feature = refused(|batch| {
-        let layer = Tensor::ones([1, 2], &Default::default());
+        let layer = Tensor::ones([1, 2], &device());
         batch.with_deepstack(flags([false, false, true]), vec![layer])
     });
     assert_eq!(
@@ -397,7 +394,7 @@ fn a_placement_that_loses_something_or_does_not_fit_is_refused() {
     let (expected, got) = ([1, 4], [1, 3]);
     assert_eq!(table, BatchError::Documents { expected, got });
     let stream = refused(|batch| {
-        let tensor: Tensor<TestBackend, 3> = Tensor::zeros([2, 3, 1], &Default::default());
+        let tensor: Tensor<TestBackend, 3> = Tensor::zeros([2, 3, 1], &device());
         batch.with_stream("weights", Stream::new(tensor))
     });
     let message = stream.to_string();
@@ -420,8 +417,8 @@ fn verbs_of_a_placed_batch_ask_for_rows_and_fills() {
         .with_documents(Documents::full(1, 4).unwrap())
         .with_placement(placement);
     let cp = burn_cp::sharder::ContextParallel::solo(config(&LayoutPolicy::Identity));
-    let step = cp.shard(batch, &Default::default()).unwrap();
-    let zeros = |shape| Tensor::<TestBackend, 3>::zeros(shape, &Default::default());
+    let step = cp.shard(batch, &device()).unwrap();
+    let zeros = |shape| Tensor::<TestBackend, 3>::zeros(shape, &device());
     let to = Coordinates::Input;
     for (message, run) in [
         (

@@ -10,7 +10,7 @@ use burn_cp::{
     sharder::ContextParallelConfig,
 };
 use burn_cp_tests::{
-    Host, Random, TestBackend, ints, on_groups, random_documents, random_layout, sharder,
+    Host, Random, TestBackend, device, ints, on_groups, random_documents, random_layout, sharder,
 };
 
 const NUM_CASES: u64 = 40;
@@ -100,7 +100,7 @@ fn every_rank_holds_its_own_tokens_of_every_stream() {
                 .with_labels(labels.clone())
                 .with_vocab_size(5000);
             let step = sharder(&groups, config(&layout))
-                .shard(batch, &Default::default())
+                .shard(batch, &device())
                 .unwrap();
             let tokens = step.layout().indices(step.group().rank());
             let seq = documents.seq_len();
@@ -148,7 +148,7 @@ fn positions_and_padding_of_every_token_are_those_of_its_document() {
     for (_, documents, layout, world_size) in cases() {
         on_groups(&[("cp", world_size)], |groups| {
             let step = sharder(&groups, config(&layout))
-                .shard(batch::<B>(&documents), &Default::default())
+                .shard(batch::<B>(&documents), &device())
                 .unwrap();
             let tokens = step.layout().indices(step.group().rank());
             let seq = documents.seq_len();
@@ -192,7 +192,7 @@ fn given_positions_continue_through_padding_on_every_axis() {
             let positions = TensorData::new(values.clone(), shape);
             let batch = batch::<TestBackend>(&documents).with_positions(positions);
             let step = sharder(&groups, config(&layout))
-                .shard(batch, &Default::default())
+                .shard(batch, &device())
                 .unwrap();
             let tokens = step.layout().indices(step.group().rank());
             let [_, rows, seq] = shape;
@@ -244,9 +244,7 @@ fn further_streams_are_cut_along_their_own_dim_and_padded_by_their_own_rule() {
                 streams,
                 ..config(&layout)
             };
-            let step = sharder(&groups, config)
-                .shard(batch, &Default::default())
-                .unwrap();
+            let step = sharder(&groups, config).shard(batch, &device()).unwrap();
             let tokens = step.layout().indices(step.group().rank());
             let want = Host::from_fn([rows, 2, tokens.len()], |[i, j, k]| {
                 if tokens[k] < seq {

@@ -11,7 +11,7 @@ use burn_cp::{
     plan::{CostShape, ExchangeStrategy, MaskKind, PlanError},
     sharder::{ContextParallelConfig, Coordinates, CpStep, StepError},
 };
-use burn_cp_tests::{TestBackend, backward, floats, head_dim, on_groups, sharder};
+use burn_cp_tests::{TestBackend, backward, device, floats, head_dim, on_groups, sharder};
 
 use crate::{steps::config, verbs::panic_of};
 
@@ -39,7 +39,7 @@ fn shape(num_heads: usize, num_kv_heads: usize) -> CostShape {
 fn attend(step: &CpStep<TestBackend>, shape: &CostShape, options: &AttentionOptions) {
     let x = |heads: usize| {
         let size = [1, heads, step.local_len(), shape.head_dim];
-        Tensor::<TestBackend, 4>::ones(size, &Default::default())
+        Tensor::<TestBackend, 4>::ones(size, &device())
     };
     let (q, kv) = (x(shape.num_heads), x(shape.num_kv_heads));
     drop(step.attention(q, kv.clone(), kv, options));
@@ -61,9 +61,7 @@ fn refused(
         let documents = Documents::from_lengths(&[lengths.to_vec()], seq_len).unwrap();
         let ids = TensorData::zeros::<i64, _>([1, seq_len]);
         let batch = SequenceBatch::<TestBackend>::from_ids(ids).with_documents(documents);
-        let step = sharder(&groups, config)
-            .shard(batch, &Default::default())
-            .unwrap();
+        let step = sharder(&groups, config).shard(batch, &device()).unwrap();
         let error = match step.exchange(&shape, &options) {
             Err(StepError::Plan(error)) => error,
             other => panic!("{exchange:?} must be refused, got {other:?}"),
@@ -135,9 +133,7 @@ fn a_left_halo_serves_where_windows_and_documents_are_short() {
         };
         let ids = TensorData::zeros::<i64, _>([1, 16]);
         let batch = SequenceBatch::<TestBackend>::from_ids(ids);
-        let step = sharder(&groups, config)
-            .shard(batch, &Default::default())
-            .unwrap();
+        let step = sharder(&groups, config).shard(batch, &device()).unwrap();
         attend(&step, &shape(2, 1), &windowed);
         step.exchange(&shape(2, 1), &windowed).unwrap()
     });
@@ -154,9 +150,7 @@ fn every_rank_chooses_the_same_strategy_and_says_which() {
             };
             let ids = TensorData::zeros::<i64, _>([1, 64]);
             let batch = SequenceBatch::<TestBackend>::from_ids(ids);
-            let step = sharder(&groups, config)
-                .shard(batch, &Default::default())
-                .unwrap();
+            let step = sharder(&groups, config).shard(batch, &device()).unwrap();
             let shape = shape(heads.0, heads.1);
             attend(&step, &shape, &AttentionOptions::causal());
             step.exchange(&shape, &AttentionOptions::causal()).unwrap()
@@ -183,7 +177,7 @@ fn gradients_of_values(
         let documents = Documents::from_lengths(&[lengths.to_vec()], seq_len).unwrap();
         let ids = TensorData::zeros::<i64, _>([1, seq_len]);
         let batch = SequenceBatch::<B>::from_ids(ids).with_documents(documents);
-        let device = Default::default();
+        let device = device();
         let step = sharder(&groups, config).shard(batch, &device).unwrap();
         let q = Tensor::<B, 4>::zeros([1, world_size, seq_len, 1], (&device, DType::F64));
         let tokens: Vec<f64> = (0..seq_len).map(|token| token as f64 + 1.0).collect();
@@ -265,9 +259,7 @@ fn tokens_that_move_are_those_that_straddling_documents_need() {
             let ids = TensorData::zeros::<i64, _>([1, seq_len]);
             let batch = SequenceBatch::<TestBackend>::from_ids(ids).with_documents(documents);
             let config = config(&LayoutPolicy::Contiguous { multiple: 1 });
-            let step = sharder(&groups, config)
-                .shard(batch, &Default::default())
-                .unwrap();
+            let step = sharder(&groups, config).shard(batch, &device()).unwrap();
             let plan = step.plan(MaskKind::CAUSAL).unwrap();
             plan.rank(step.group().rank()).kv_tokens_received
         });

@@ -12,7 +12,7 @@ use burn_cp::{
     loss::NumLabels,
     sharder::{ContextParallelConfig, Coordinates, CpStep},
 };
-use burn_cp_tests::{Random, floats, on_groups, relative_error, sharder, to_bits};
+use burn_cp_tests::{Random, device, floats, on_groups, relative_error, sharder, to_bits};
 
 type B = Autodiff<NdArray<f64>>;
 
@@ -74,12 +74,11 @@ fn step(
     let ids = TensorData::new(vec![1_i64; batch * seq], [batch, seq]);
     let batch =
         SequenceBatch::from_ids(ids).with_labels(TensorData::new(labels.to_vec(), [batch, seq]));
-    cp.shard(batch, &Default::default()).unwrap()
+    cp.shard(batch, &device()).unwrap()
 }
 
 fn leaf(values: &[f64], shape: [usize; 3]) -> Tensor<B, 3> {
-    Tensor::<B, 3>::from_data(TensorData::new(values.to_vec(), shape), &Default::default())
-        .require_grad()
+    Tensor::<B, 3>::from_data(TensorData::new(values.to_vec(), shape), &device()).require_grad()
 }
 
 fn sum(parts: impl IntoIterator<Item = Vec<f64>>) -> Vec<f64> {

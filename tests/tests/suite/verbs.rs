@@ -10,7 +10,9 @@ use burn_cp::{
     layout::{Documents, LayoutPolicy},
     sharder::{ContextParallelConfig, Coordinates, CpStep, PrimaryStream},
 };
-use burn_cp_tests::{Host, TestBackend, backward, floats, ints, on_groups, sharder, to_bits};
+use burn_cp_tests::{
+    Host, TestBackend, backward, device, floats, ints, on_groups, sharder, to_bits,
+};
 
 use crate::steps::{batch, cases, config, local};
 
@@ -27,7 +29,7 @@ fn gathered_shards_are_the_whole_for_every_kind_and_dim() {
         };
         on_groups(&[("cp", world_size)], |groups| {
             let step = sharder(&groups, config(&layout))
-                .shard(batch::<B>(&documents), &Default::default())
+                .shard(batch::<B>(&documents), &device())
                 .unwrap();
             let real: Tensor<B, 3> = whole.tensor(DType::F32);
             let shard = step.shard_tokens(real.clone(), dim, Coordinates::Input, Some(5.0));
@@ -74,7 +76,7 @@ fn the_gradient_of_shard_and_gather_is_the_sum_over_ranks_at_the_ranks_own_token
             .collect();
         on_groups(&[("cp", world_size)], |groups| {
             let step = sharder(&groups, config(&layout))
-                .shard(batch::<B>(&documents), &Default::default())
+                .shard(batch::<B>(&documents), &device())
                 .unwrap();
             let leaf: Tensor<B, 3> = Host::zeros(shape).tensor::<B>(DType::F64).require_grad();
             let shard = step.shard_tokens(leaf.clone(), 1, Coordinates::Input, Some(0.0));
@@ -123,9 +125,7 @@ fn a_loss_that_every_rank_computes_counts_once_or_once_per_rank_as_asked() {
         on_groups(&[("cp", world_size)], |groups| {
             let cp = sharder(&groups, config(&layout));
             let gradient = |replicated: bool| {
-                let step = cp
-                    .shard(batch::<B>(&documents), &Default::default())
-                    .unwrap();
+                let step = cp.shard(batch::<B>(&documents), &device()).unwrap();
                 let leaf: Tensor<B, 3> = weights.tensor::<B>(DType::F64).require_grad();
                 let shard = step.shard_tokens(leaf.clone(), 1, Coordinates::Input, Some(0.0));
                 let whole = if replicated {
@@ -172,9 +172,7 @@ fn a_primary_stream_left_whole_and_cut_later_equals_one_that_came_cut() {
                     primary,
                     ..config(&layout)
                 };
-                sharder(&groups, config)
-                    .shard(batch, &Default::default())
-                    .unwrap()
+                sharder(&groups, config).shard(batch, &device()).unwrap()
             };
             let ids = |primary| cut(primary, batch(&documents));
             let whole = ids(PrimaryStream::Whole);
@@ -210,15 +208,13 @@ fn gradients_flow_back_to_the_embeddings_of_the_batch() {
     type B = Autodiff<TestBackend>;
     for primary in [PrimaryStream::Sharded, PrimaryStream::Whole] {
         let gradients = on_groups(&[("cp", 3)], |groups| {
-            let leaf = Tensor::<B, 3>::ones([2, 7, 2], &Default::default()).require_grad();
+            let leaf = Tensor::<B, 3>::ones([2, 7, 2], &device()).require_grad();
             let config = ContextParallelConfig {
                 primary,
                 ..config(&LayoutPolicy::HeadTail)
             };
             let batch = SequenceBatch::from_embeddings(leaf.clone());
-            let step = sharder(&groups, config)
-                .shard(batch, &Default::default())
-                .unwrap();
+            let step = sharder(&groups, config).shard(batch, &device()).unwrap();
             let mut local = step.embeddings().unwrap();
             if primary == PrimaryStream::Whole {
                 local = step.shard_tokens(local, 1, Coordinates::Padded, None);
@@ -241,7 +237,7 @@ fn gradients_flow_back_to_the_embeddings_of_the_batch() {
 }
 
 fn with_media<B: ContextParallelBackend>(marked: &[Vec<bool>]) -> SequenceBatch<B> {
-    let device = Default::default();
+    let device = device();
     let [image, video] = [0, 1].map(|i| TensorData::new(marked[i].clone(), [2, 9]));
     let media = |name: &str, grid: [usize; 3], placeholders| Media {
         name: name.into(),
@@ -304,7 +300,7 @@ fn feature_rows_land_at_the_tokens_that_wait_for_them() {
         LayoutPolicy::HeadTail,
     ] {
         let gradients = on_groups(&[("cp", 3)], |groups| {
-            let device = Default::default();
+            let device = device();
             let step = sharder(&groups, config(&layout))
                 .shard(with_media::<B>(&marked), &device)
                 .unwrap();

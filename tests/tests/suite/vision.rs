@@ -16,7 +16,7 @@ use burn_cp::{
     vision::{FrameSharded, TowerError, VisionFeatures, VisionShardingConfig, VisionTower},
 };
 use burn_cp_examples::models::qwen3_vl::{Qwen3VlConfig, Qwen3VlVision};
-use burn_cp_tests::{Host, backward, floats, on_groups, on_ranks, relative_error, sharder};
+use burn_cp_tests::{Host, backward, device, floats, on_groups, on_ranks, relative_error, sharder};
 
 /// In f64 nothing but the order of sums differs.
 type B = Autodiff<NdArray<f64>>;
@@ -26,7 +26,7 @@ const TOLERANCE: f64 = 1e-10;
 type Grids<'a> = &'a [[usize; 3]];
 
 fn tower() -> Qwen3VlVision<B> {
-    let model = Qwen3VlConfig::tiny(64).init::<B>(&Default::default(), 5);
+    let model = Qwen3VlConfig::tiny(64).init::<B>(&device(), 5);
     model.expect("the preset is valid").model.visual
 }
 
@@ -37,7 +37,7 @@ fn pixels(grids: Grids<'_>, from: usize) -> Tensor<B, 2> {
     let values: Vec<f64> = (from * width..(from + rows) * width)
         .map(|i| (i as f64 * 0.37).sin() + (i as f64 * 0.011).cos())
         .collect();
-    Tensor::from_data(TensorData::new(values, [rows, width]), &Default::default())
+    Tensor::from_data(TensorData::new(values, [rows, width]), &device())
 }
 
 fn parts<K: CollectiveBackend>(features: VisionFeatures<K>) -> Vec<Tensor<K, 2>> {
@@ -71,7 +71,7 @@ fn train(
         .forward(pixels(grids, 0), grids)
         .unwrap();
     let parts = parts(features);
-    let mut loss = Tensor::<B, 1>::zeros([1], &Default::default());
+    let mut loss = Tensor::<B, 1>::zeros([1], &device());
     for (layer, part) in parts.iter().enumerate() {
         let [rows, width] = part.dims();
         // Weights of this rank's tokens, every `size`-th.
@@ -245,7 +245,7 @@ fn images_and_a_video_are_encoded_in_one_call_and_find_their_tokens() {
                     .with_media(media("image", IMAGES, 0, &IMAGE_TOKENS))
                     .with_media(media("video", VIDEO, 12, &VIDEO_TOKENS));
                 let step = sharder(&groups, config.clone())
-                    .shard(batch, &Default::default())
+                    .shard(batch, &device())
                     .unwrap();
                 let features = step.encode_media(&noting).unwrap().expect("media");
                 let local: Vec<Vec<f64>> = parts(features)
@@ -318,7 +318,7 @@ fn the_tower_runs_whole_or_not_at_all_where_splitting_does_not_pay() {
                 calls: Mutex::default(),
             };
             let step = sharder(&groups, config.clone())
-                .shard(batch(name), &Default::default())
+                .shard(batch(name), &device())
                 .unwrap();
             let features = step.encode_media(&noting).unwrap();
             let calls = noting.calls.into_inner().unwrap();

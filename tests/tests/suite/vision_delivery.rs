@@ -20,7 +20,9 @@ use burn_cp::{
     },
 };
 use burn_cp_examples::models::qwen3_vl::Qwen3VlConfig;
-use burn_cp_tests::{Host, Random, backward, floats, on_groups, on_ranks, relative_error, sharder};
+use burn_cp_tests::{
+    Host, Random, backward, device, floats, on_groups, on_ranks, relative_error, sharder,
+};
 
 type B = Autodiff<NdArray<f64>>;
 type Grids = &'static [[usize; 3]];
@@ -72,7 +74,7 @@ fn media(name: &str, (grids, tokens): (Grids, &[usize]), seed: u64) -> Option<Me
         .collect();
     Some(Media {
         name: name.into(),
-        pixels: Tensor::from_data(TensorData::new(values, [rows, width]), &Default::default()),
+        pixels: Tensor::from_data(TensorData::new(values, [rows, width]), &device()),
         grids: grids.to_vec(),
         spatial_merge_size: 2,
         placeholders: TensorData::new(marks, SIZE),
@@ -133,12 +135,10 @@ fn train(
     let world_size = groups.along(&["cp"]).unwrap().size();
     let batch = batch(case, &config.layout, world_size);
     let model = Qwen3VlConfig::tiny(VOCAB)
-        .init::<B>(&Default::default(), 5)
+        .init::<B>(&device(), 5)
         .expect("the preset is valid");
     let model = if frozen { model.freeze_vision() } else { model };
-    let step = sharder(groups, config)
-        .shard(batch, &Default::default())
-        .unwrap();
+    let step = sharder(groups, config).shard(batch, &device()).unwrap();
     let capabilities = SequenceModel::<B>::capabilities(&model);
     capabilities.check_step(&step).unwrap();
     let loss = step.cross_entropy(model.forward(&step).unwrap()).unwrap();
@@ -265,11 +265,9 @@ fn the_adjoint_of_a_delivery_is_its_transpose() {
         let y: Vec<Vec<f64>> = (0..world_size).map(|_| random.floats(40 * 2)).collect();
         let config = to_consumers().with_min_local_patch_rows(4);
         let parts = on_ranks(world_size, |group| {
-            let pixels = Tensor::<B, 2>::from_data(
-                TensorData::new(x.clone(), [num_rows, 2]),
-                &Default::default(),
-            )
-            .require_grad();
+            let pixels =
+                Tensor::<B, 2>::from_data(TensorData::new(x.clone(), [num_rows, 2]), &device())
+                    .require_grad();
             let rows = &wanted[group.rank()];
             let features = FrameSharded::new(&Identity, &group, &config)
                 .for_rows(rows)
@@ -345,7 +343,7 @@ fn spread_step(groups: &Groups, delivery: VisionDelivery) -> CpStep<B> {
         ..ContextParallelConfig::default()
     };
     sharder(groups, config)
-        .shard(spread_batch(), &Default::default())
+        .shard(spread_batch(), &device())
         .unwrap()
 }
 
@@ -415,7 +413,7 @@ fn rows_that_no_frame_makes_are_one_error_on_every_rank() {
     let config = to_consumers();
     for world_size in [1, 3] {
         let errors = on_ranks(world_size, |group| {
-            let pixels = Tensor::<B, 2>::zeros([6, 2], &Default::default());
+            let pixels = Tensor::<B, 2>::zeros([6, 2], &device());
             let rows = if group.rank() + 1 == world_size {
                 4..7
             } else {
@@ -433,7 +431,7 @@ fn rows_that_no_frame_makes_are_one_error_on_every_rank() {
             );
         }
     }
-    let pixels = Tensor::<B, 2>::zeros([2, 2], &Default::default());
+    let pixels = Tensor::<B, 2>::zeros([2, 2], &device());
     let error = FrameSharded::new(&Identity, &ProcessGroup::solo(), &config)
         .forward(pixels, &[[1, 1, 2]])
         .unwrap_err();

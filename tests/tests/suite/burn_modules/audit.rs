@@ -22,7 +22,7 @@ use burn_cp::{
     },
     sharder::{ContextParallelConfig, CpStep, StepError},
 };
-use burn_cp_tests::{TestBackend, on_groups, sharder};
+use burn_cp_tests::{TestBackend, device, on_groups, sharder};
 
 use super::filled;
 
@@ -61,19 +61,19 @@ mod homonym {
 }
 
 fn encoder() -> TransformerEncoder<B> {
-    TransformerEncoderConfig::new(12, 20, 3, 2).init(&Default::default())
+    TransformerEncoderConfig::new(12, 20, 3, 2).init(&device())
 }
 
 fn decoder() -> TransformerDecoder<B> {
-    TransformerDecoderConfig::new(12, 20, 3, 1).init(&Default::default())
+    TransformerDecoderConfig::new(12, 20, 3, 1).init(&device())
 }
 
 fn attention() -> MultiHeadAttention<B> {
-    MultiHeadAttentionConfig::new(12, 3).init(&Default::default())
+    MultiHeadAttentionConfig::new(12, 3).init(&device())
 }
 
 fn output() -> Linear<B> {
-    LinearConfig::new(12, 4).init(&Default::default())
+    LinearConfig::new(12, 4).init(&device())
 }
 
 fn burns() -> Burns<B> {
@@ -82,7 +82,7 @@ fn burns() -> Burns<B> {
         tower: Some(Tower {
             attention: attention(),
         }),
-        heads: vec![CrossAttentionConfig::new(12, 12, 3, 3, 4).init(&Default::default())],
+        heads: vec![CrossAttentionConfig::new(12, 12, 3, 3, 4).init(&device())],
         decoder: decoder(),
         output: output(),
     }
@@ -159,9 +159,9 @@ fn a_model_with_unconverted_attention_is_not_run_on_sharded_sequences() {
         let (burns, ours) = (filled::<B, _>(burns(), 1), filled::<B, _>(ours(), 2));
         on_groups(&[("cp", world_size)], |groups| {
             let cp = sharder(&groups, ContextParallelConfig::default());
-            let fork = |model: &Burns<B>| model.clone().fork(&Default::default());
+            let fork = |model: &Burns<B>| model.clone().fork(&device());
             let outcome = SequenceSharded::with_audit::<B>(fork(&burns), &cp, &audit);
-            let ours = ours.clone().fork(&Default::default());
+            let ours = ours.clone().fork(&device());
             assert!(SequenceSharded::new::<B>(ours, &cp).is_ok());
             match outcome {
                 Ok(_) => 0,

@@ -24,7 +24,7 @@ use burn_cp::{
     optim::sync_gradients,
     sharder::{ContextParallelConfig, CpStep, StepError},
 };
-use burn_cp_tests::{TestBackend, backward, floats, on_groups, relative_error, sharder};
+use burn_cp_tests::{TestBackend, backward, device, floats, on_groups, relative_error, sharder};
 
 use super::{
     BATCH, D_MODEL, Gradients, NUM_HEADS, Pair, encoder, equals_burn_in_f64, filled, hidden, ids,
@@ -71,7 +71,7 @@ impl Decoder {
             }
         }
         let shape = [BATCH, self.documents.seq_len(), self.memory.seq_len()];
-        Tensor::from_data(TensorData::new(values, shape), &Default::default())
+        Tensor::from_data(TensorData::new(values, shape), &device())
     }
 }
 
@@ -84,7 +84,7 @@ where
     type Ours = ContextParallelDecoder<B>;
 
     fn burns(&self) -> Self::Burns {
-        filled(self.config.init(&Default::default()), 23)
+        filled(self.config.init(&device()), 23)
     }
 
     fn ours(&self, full: bool) -> Self::Ours {
@@ -127,7 +127,7 @@ fn decoders_made_from_burns_equal_them_on_any_number_of_ranks() {
 /// The gradients of an encoder and of the decoder that looks at what it makes of other documents, sharded too.
 fn translation(world_size: usize) -> Vec<Vec<Vec<f64>>> {
     type B = Autodiff<NdArray<f64>>;
-    let device = Default::default();
+    let device = device();
     let first = encoder().init::<B>(&device);
     let first = ContextParallelEncoder::try_from(filled(first, 22))
         .unwrap()
@@ -203,15 +203,15 @@ fn an_encoder_behind_a_gathered_memory_has_the_gradients_of_one_rank() {
 #[test]
 fn a_memory_that_does_not_fit_the_documents_is_refused_on_every_rank() {
     type B = TestBackend;
-    let layer = decoder().init::<B>(&Default::default());
+    let layer = decoder().init::<B>(&device());
     let layer = ContextParallelDecoder::try_from(filled(layer, 23)).unwrap();
     let run = |memory: Memory<B>| {
         let errors = on_groups(&[("cp", 2)], |groups| {
             let x = numbers::<B>(31, packed().seq_len());
             let batch = SequenceBatch::from_embeddings(x.clone()).with_documents(packed());
             let cp = sharder(&groups, ContextParallelConfig::default());
-            let step = cp.shard(batch, &Default::default()).unwrap();
-            let layer = layer.clone().fork(&Default::default());
+            let step = cp.shard(batch, &device()).unwrap();
+            let layer = layer.clone().fork(&device());
             match layer.forward(step.embeddings().unwrap(), &memory, &step) {
                 Err(StepError::Invalid { what, .. }) => what,
                 other => panic!("{other:?}"),
@@ -238,7 +238,7 @@ fn a_memory_that_does_not_fit_the_documents_is_refused_on_every_rank() {
 #[test]
 fn what_was_saved_of_a_decoder_loads_into_ours_and_back() {
     type B = TestBackend;
-    let device = Default::default();
+    let device = device();
     let recorder = BinBytesRecorder::<FullPrecisionSettings>::default();
     let burns: TransformerDecoder<B> = filled(decoder().init(&device), 1);
     let saved = Recorder::<B>::record(&recorder, burns.clone().into_record(), ()).unwrap();
@@ -254,7 +254,7 @@ fn what_was_saved_of_a_decoder_loads_into_ours_and_back() {
 #[test]
 fn decoders_that_ranks_cannot_run_alike_are_refused() {
     let refused = |change: fn(&mut TransformerDecoder<TestBackend>)| {
-        let mut layer = decoder().init::<TestBackend>(&Default::default());
+        let mut layer = decoder().init::<TestBackend>(&device());
         change(&mut layer);
         match ContextParallelDecoder::try_from(layer) {
             Err(NnError::Unconvertible { path, .. }) => path,

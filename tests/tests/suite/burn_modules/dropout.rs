@@ -13,7 +13,7 @@ use burn_cp::{
     nn::{ContextParallelAttention, ContextParallelEncoder},
     sharder::{ContextParallelConfig, CpStep, StepError},
 };
-use burn_cp_tests::{TestBackend, floats, on_groups, relative_error, sharder};
+use burn_cp_tests::{TestBackend, device, floats, on_groups, relative_error, sharder};
 
 use super::{
     D_MODEL, Encoder, NUM_HEADS, Outcome, Pair, by_ranks_with,
@@ -36,7 +36,7 @@ where
 
     fn burns(&self) -> Self::Burns {
         let config = MultiHeadAttentionConfig::new(D_MODEL, NUM_HEADS).with_dropout(0.3);
-        filled(config.init(&Default::default()), 21)
+        filled(config.init(&device()), 21)
     }
 
     fn ours(&self, full: bool) -> Self::Ours {
@@ -118,7 +118,7 @@ fn outputs<B: ContextParallelBackend>(
     change: fn(&mut TransformerEncoder<B>),
     seed: Option<u64>,
 ) -> Result<Vec<f64>, StepError> {
-    let mut layer = filled::<B, TransformerEncoder<B>>(encoder().init(&Default::default()), 22);
+    let mut layer = filled::<B, TransformerEncoder<B>>(encoder().init(&device()), 22);
     change(&mut layer);
     let layer = ContextParallelEncoder::try_from(layer).unwrap();
     let mut ranks = on_groups(&[("cp", 1)], |groups| {
@@ -128,7 +128,7 @@ fn outputs<B: ContextParallelBackend>(
             .into_iter()
             .fold(batch, SequenceBatch::with_dropout_seed);
         let cp = sharder(&groups, ContextParallelConfig::default());
-        let step = cp.shard(batch, &Default::default()).unwrap();
+        let step = cp.shard(batch, &device()).unwrap();
         let out = layer.forward(step.embeddings().unwrap(), &step)?;
         Ok(floats(&out))
     });

@@ -15,7 +15,7 @@ use burn_cp::{
     nn::{ContextParallelAttention, ContextParallelAttentionConfig, ContextParallelEncoder},
     sharder::{ContextParallelConfig, CpStep},
 };
-use burn_cp_tests::{TestBackend, on_groups, sharder, to_bits};
+use burn_cp_tests::{TestBackend, device, on_groups, sharder, to_bits};
 
 use super::{D_MODEL, NUM_HEADS, encoder, filled, ids, numbers, packed};
 
@@ -26,7 +26,7 @@ fn run<B: ContextParallelBackend>(
     let outputs = on_groups(&[("cp", 1)], |groups| {
         let batch = SequenceBatch::from_embeddings(numbers::<B>(33, 13)).with_documents(packed());
         let step = sharder(&groups, ContextParallelConfig::default())
-            .shard(batch, &Default::default())
+            .shard(batch, &device())
             .unwrap();
         to_bits(&forward(step.embeddings().unwrap(), &step))
     });
@@ -36,7 +36,7 @@ fn run<B: ContextParallelBackend>(
 #[test]
 fn parameters_keep_their_ids() {
     type B = TestBackend;
-    let device = Default::default();
+    let device = device();
     let layer = MultiHeadAttentionConfig::new(12, 3)
         .with_dropout(0.0)
         .init::<B>(&device);
@@ -57,7 +57,7 @@ fn parameters_keep_their_ids() {
 #[test]
 fn what_was_saved_of_an_encoder_loads_into_ours_and_back() {
     type B = TestBackend;
-    let device = Default::default();
+    let device = device();
     let recorder = BinBytesRecorder::<FullPrecisionSettings>::default();
     let ours = |seed| {
         ContextParallelEncoder::try_from(filled::<B, _>(encoder().init(&device), seed)).unwrap()
@@ -82,7 +82,7 @@ fn what_was_saved_of_an_encoder_loads_into_ours_and_back() {
 #[test]
 fn what_was_saved_of_attention_loads_into_ours() {
     type B = TestBackend;
-    let device = Default::default();
+    let device = device();
     let recorder = NamedMpkBytesRecorder::<FullPrecisionSettings>::default();
     let config = MultiHeadAttentionConfig::new(D_MODEL, NUM_HEADS).with_dropout(0.0);
     let burns = |seed| filled::<B, MultiHeadAttention<B>>(config.init(&device), seed);
@@ -126,7 +126,12 @@ fn what_was_saved_of_attention_loads_into_ours() {
         )
     );
     assert_eq!(
-        refused(ContextParallelAttentionConfig::new(D_MODEL, 3, 1, 4).with_qkv_bias(true)),
-        format!("key: expected [{D_MODEL}, 4] with bias, got [{D_MODEL}, {D_MODEL}] with bias")
+        refused(
+            ContextParallelAttentionConfig::new(D_MODEL, 3, 1, D_MODEL / 3).with_qkv_bias(true)
+        ),
+        format!(
+            "key: expected [{D_MODEL}, {}] with bias, got [{D_MODEL}, {D_MODEL}] with bias",
+            D_MODEL / 3
+        )
     );
 }

@@ -8,6 +8,7 @@ use burn::nn::{
 use burn_cp::nn::{ContextParallelAttention, ContextParallelEncoder, NnError};
 
 use super::encoder;
+use burn_cp_tests::device;
 
 type B = burn_cp_tests::TestBackend;
 
@@ -26,7 +27,7 @@ fn refusal(path: &str, expected: &str, got: &str) -> NnError {
 fn attention_that_the_kernels_do_not_compute_is_refused() {
     let layer = |change: fn(&mut MultiHeadAttention<B>)| {
         let config = MultiHeadAttentionConfig::new(12, 3).with_dropout(0.0);
-        let mut layer = config.init::<B>(&Default::default());
+        let mut layer = config.init::<B>(&device());
         change(&mut layer);
         ContextParallelAttention::try_from(layer).map(|_| ())
     };
@@ -65,7 +66,7 @@ fn attention_that_the_kernels_do_not_compute_is_refused() {
 fn encoders_that_ranks_cannot_run_alike_are_refused() {
     let encoder_with = |config: TransformerEncoderConfig,
                         change: fn(&mut TransformerEncoder<B>)| {
-        let mut encoder = config.init::<B>(&Default::default());
+        let mut encoder = config.init::<B>(&device());
         change(&mut encoder);
         ContextParallelEncoder::try_from(encoder).map(|_| ())
     };

@@ -16,7 +16,7 @@ use burn_cp::{
 use burn_cp_examples::models::gated_linear_attention::{
     GatedInputs, GatedLinearConfig, GatedLinearModel, gated_attention,
 };
-use burn_cp_tests::{Host, Random, floats, on_groups, relative_error, sharder};
+use burn_cp_tests::{Host, Random, device, floats, on_groups, relative_error, sharder};
 
 use super::{B, Case, assert_close, random_host, run, sum};
 
@@ -128,7 +128,7 @@ fn train(groups: &Groups, layout: &LayoutPolicy, documents: &Documents) -> (f64,
         kernel_size: 4,
         chunk_size: 4,
     };
-    let model: GatedLinearModel<B> = config.init(&Default::default());
+    let model: GatedLinearModel<B> = config.init(&device());
     let model = model.map(&mut Fill(Random::new(8)));
     let num_tokens = SIZE[0] * SIZE[1];
     let ids: Vec<i64> = (0..num_tokens).map(|i| (i * 5 % 11) as i64).collect();
@@ -155,9 +155,7 @@ fn train(groups: &Groups, layout: &LayoutPolicy, documents: &Documents) -> (f64,
         layout: layout.clone(),
         ..ContextParallelConfig::default()
     };
-    let step = sharder(groups, config)
-        .shard(batch, &Default::default())
-        .unwrap();
+    let step = sharder(groups, config).shard(batch, &device()).unwrap();
     let capabilities = SequenceModel::<B>::capabilities(&model);
     capabilities.check_step(&step).unwrap();
     let loss = step.cross_entropy(model.forward(&step).unwrap()).unwrap();

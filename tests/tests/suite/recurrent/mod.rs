@@ -16,8 +16,8 @@ use burn_cp::{
     sharder::{ContextParallelConfig, Coordinates, CpStep},
 };
 use burn_cp_tests::{
-    Host, Random, backward, floats, on_groups, random_documents, random_layout, random_placement,
-    relative_error, sharder, with_deadline,
+    Host, Random, backward, device, floats, on_groups, random_documents, random_layout,
+    random_placement, relative_error, sharder, with_deadline,
 };
 
 /// In f64 nothing but the order of sums differs.
@@ -63,9 +63,7 @@ impl Case {
         let size = [self.documents.batch_size(), self.documents.seq_len()];
         let batch = SequenceBatch::from_ids(TensorData::zeros::<i64, _>(size))
             .with_documents(self.documents.clone());
-        sharder(groups, config)
-            .shard(batch, &Default::default())
-            .unwrap()
+        sharder(groups, config).shard(batch, &device()).unwrap()
     }
 
     /// `[rows, padded seq]`.
@@ -92,7 +90,7 @@ impl Case {
 }
 
 fn whole(values: &[f64], shape: [usize; 3]) -> Tensor<B, 3> {
-    Tensor::from_data(TensorData::new(values.to_vec(), shape), &Default::default())
+    Tensor::from_data(TensorData::new(values.to_vec(), shape), &device())
 }
 
 fn sum(parts: impl IntoIterator<Item = Vec<f64>>) -> Vec<f64> {
@@ -464,9 +462,9 @@ fn nothing_travels_where_no_document_crosses_a_border() {
         let recurrence = case.step(&groups).recurrence();
         assert!(!recurrence.straddles());
         if recurrence.step().group().rank() == 0 {
-            let x = Tensor::<B, 3>::ones([2, 8, 4], &Default::default()).require_grad();
+            let x = Tensor::<B, 3>::ones([2, 8, 4], &device()).require_grad();
             let y = recurrence.to_contiguous(x.clone(), 1);
-            let y = recurrence.causal_conv1d(y, Tensor::ones([4, 4], &Default::default()), None);
+            let y = recurrence.causal_conv1d(y, Tensor::ones([4, 4], &device()), None);
             let y = recurrence.affine_scan(x.clone() * 0.5, y);
             let y = recurrence.from_contiguous(y, 1);
             x.grad(&y.sum().backward()).unwrap();
