@@ -1,15 +1,19 @@
 //! The programs as a user runs them: what they write, what they refuse, and that a stopped run goes on as if it had not been.
 
+mod program;
+
 use std::{
     fs,
     path::{Path, PathBuf},
-    process::{Child, Command, Output, Stdio},
+    process::{Child, Command, Stdio},
     thread::sleep,
     time::{Duration, Instant},
 };
 
 use serde_json::Value;
 use tempfile::TempDir;
+
+use program::{refuse, succeed, summary};
 
 fn train(out: &Path, args: &[&str]) -> Command {
     bare(
@@ -24,38 +28,6 @@ fn bare(out: &Path, args: &[&str]) -> Command {
     command.arg("--out").arg(out).args(args);
     command.stdout(Stdio::piped()).stderr(Stdio::piped());
     command
-}
-
-fn finish(mut command: Command) -> Output {
-    command.output().expect("the program starts")
-}
-
-fn succeed(command: Command) -> String {
-    let output = finish(command);
-    let error = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(
-        output.status.success(),
-        "exit {:?}: {error}",
-        output.status.code()
-    );
-    String::from_utf8_lossy(&output.stdout).into_owned()
-}
-
-/// Runs a command that must fail, and returns its message.
-fn refuse(command: Command) -> String {
-    let output = finish(command);
-    assert!(!output.status.success(), "expected a refusal");
-    let error = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(
-        !error.contains("panicked"),
-        "a refusal must not be a panic: {error}"
-    );
-    error
-}
-
-fn summary(out: &Path) -> Value {
-    serde_json::from_str(&fs::read_to_string(out.join("summary.json")).expect("a summary"))
-        .expect("valid JSON")
 }
 
 /// What was written of each step but its speed, letter by letter.

@@ -1,14 +1,18 @@
 //! `finetune-qwen3-vl` and `generate-qwen3-vl` as a user runs them.
 
+mod program;
+
 use std::{
     fs,
     path::{Path, PathBuf},
-    process::{Command, Output, Stdio},
+    process::Command,
 };
 
 use burn_cp_examples::hf::WeightFiles;
 use serde_json::Value;
 use tempfile::TempDir;
+
+use program::{refuse, succeed, summary};
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).to_owned()
@@ -43,42 +47,6 @@ fn finetune(data: &Path, out: &Path, args: &[&str]) -> Command {
         ])
         .args(args);
     command
-}
-
-fn finish(mut command: Command) -> Output {
-    command
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .output()
-        .expect("the program starts")
-}
-
-fn succeed(command: Command) -> String {
-    let output = finish(command);
-    let error = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(
-        output.status.success(),
-        "exit {:?}: {error}",
-        output.status.code()
-    );
-    String::from_utf8_lossy(&output.stdout).into_owned()
-}
-
-/// Runs a command that must fail, and returns its message.
-fn refuse(command: Command) -> String {
-    let output = finish(command);
-    assert!(!output.status.success(), "expected a refusal");
-    let error = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(
-        !error.contains("panicked"),
-        "a refusal must not be a panic: {error}"
-    );
-    error
-}
-
-fn summary(out: &Path) -> Value {
-    let text = fs::read_to_string(out.join("summary.json")).expect("a summary");
-    serde_json::from_str(&text).expect("valid JSON")
 }
 
 fn losses(out: &Path) -> Vec<f64> {

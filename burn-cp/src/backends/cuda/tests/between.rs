@@ -1,0 +1,258 @@
+//! Between two ranks that are threads with a GPU each.
+
+use super::*;
+
+/// Uneven shares, rows for several ranks, and none for some.
+fn between_two(rank: usize) -> Vec<(Collective, usize)> {
+    let sizes: Arc<[usize]> = [5, 2].into();
+    let even: Arc<[usize]> = [3, 3].into();
+    let plan = Arc::new(ExchangePlan::all_to_all_v(&[vec![1, 4], vec![0, 3]], rank));
+    let (input, output) = (plan.input_len(), plan.output_len());
+    let piece = |source, range| Piece { source, range };
+    // Several runs from one rank to another, rows that go to both, and rows that go nowhere.
+    let pieces = [
+        vec![piece(1, 0..1), piece(0, 1..3), piece(1, 2..4)],
+        vec![piece(0, 2..3), piece(0, 0..1)],
+    ];
+    let runs = Arc::new(ExchangePlan::new(&[3, 5], &pieces, rank).unwrap());
+    vec![
+        (
+            Collective::AllGather {
+                dim: 0,
+                sizes: [0, 4].into(),
+            },
+            [0, 4][rank],
+        ),
+        (
+            Collective::Exchange {
+                dim: 0,
+                plan: runs.clone(),
+            },
+            runs.input_len(),
+        ),
+        (
+            Collective::AllGather {
+                dim: 0,
+                sizes: sizes.clone(),
+            },
+            sizes[rank],
+        ),
+        (
+            Collective::AllGather {
+                dim: 0,
+                sizes: even.clone(),
+            },
+            3,
+        ),
+        (Collective::ReduceScatter { dim: 0, sizes }, 7),
+        (
+            Collective::ReduceScatter {
+                dim: 0,
+                sizes: even,
+            },
+            6,
+        ),
+        (Collective::AllReduce, 4),
+        (
+            Collective::Exchange {
+                dim: 0,
+                plan: plan.clone(),
+            },
+            input,
+        ),
+        (Collective::ExchangeReverse { dim: 0, plan }, output),
+        (Collective::Broadcast { root: 1 }, 4),
+        (Collective::Reduce { root: 1 }, 4),
+    ]
+}
+
+/// The results of all collectives on every rank of two.
+fn results<B>(dtype: DType) -> Vec<Vec<Vec<f64>>>
+where
+    B: CollectiveBackend,
+    B::Device: RankDevice,
+{
+    let mesh = DeviceMesh::new([("cp", 2)]).unwrap();
+    launch::threads(2, |rank| {
+        let group = comm::bind(&mesh, &rank)?.along(&["cp"])?;
+        let device = B::Device::of_rank(&rank)?;
+        let run = |(op, num_rows): (Collective, usize)| {
+            let values: Vec<f64> = (0..num_rows * 3)
+                .map(|i| (i + 20 * rank.rank()) as f64)
+                .collect();
+            let options = (&device, dtype);
+            let x = match num_rows {
+                // The runtime cannot be given what has no elements.
+                0 => Api::<B, 2>::empty([0, 3], options),
+                _ => Api::<B, 2>::from_data(TensorData::new(values, [num_rows, 3]), options),
+            };
+            let call = Call::forward(&group, "test");
+            let Payload::Float(got) = B::collective(
+                Payload::Float(x.into_primitive().tensor()),
+                &op,
+                &group,
+                call,
+            ) else {
+                panic!("a float");
+            };
+            let got = Api::<B, 2>::from_primitive(TensorPrimitive::Float(got));
+            assert_eq!(got.dtype(), dtype);
+            if got.dims()[0] == 0 {
+                vec![]
+            } else {
+                got.into_data().iter::<f64>().collect()
+            }
+        };
+        let all = between_two(rank.rank())
+            .into_iter()
+            .map(run)
+            .collect::<Vec<_>>();
+        Ok::<_, Box<dyn std::error::Error + Send + Sync>>(all)
+    })
+    .unwrap()
+}
+
+#[test]
+fn ranks_with_a_gpu_each_get_what_ranks_on_the_cpu_get() {
+    if !devices_exist(2) {
+        return;
+    }
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        let want = results::<burn::backend::Flex>(dtype);
+        assert_eq!(results::<Plain>(dtype), want, "{dtype:?}");
+        assert_eq!(
+            results::<burn::backend::Cuda<f32, i32>>(dtype),
+            want,
+            "fused, {dtype:?}"
+        );
+    }
+}
+
+/// Gradients through a gather, of many sizes one after the other, so that buffers are used again.
+fn gradients_arrive<B>()
+where
+    B: AutodiffBackend + CollectiveBackend,
+    B::Device: RankDevice,
+{
+    let mesh = DeviceMesh::new([("cp", 2)]).unwrap();
+    launch::threads(2, |rank| {
+        let group = comm::bind(&mesh, &rank)?.along(&["cp"])?;
+        let device = B::Device::of_rank(&rank)?;
+        for round in 0..30 {
+            let len = 1 << (6 + round % 10);
+            let group = group.with_order(comm::ProgramOrder::new());
+            let x = Api::<B, 1>::full([len], 1.0 + rank.rank() as f32, &device).require_grad();
+            let all = collectives::all_gather_sized(x.clone() * 3.0, 0, &[len, len], &group);
+            let weight = Api::<B, 1>::full([2 * len], 1.0 + rank.rank() as f32, &device);
+            let grads = (all.clone() * weight).sum().backward();
+            let grad: Vec<f32> = x
+                .grad(&grads)
+                .ok_or("a gradient")?
+                .into_data()
+                .iter::<f32>()
+                .collect();
+            assert!(
+                grad.iter().all(|grad| *grad == 9.0),
+                "round {round}: {}",
+                grad[0]
+            );
+            let all: Vec<f32> = all.into_data().iter::<f32>().collect();
+            assert!(all[..len].iter().all(|x| *x == 3.0) && all[len..].iter().all(|x| *x == 6.0));
+        }
+        Ok::<_, Box<dyn std::error::Error + Send + Sync>>(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn gradients_arrive_through_nccl() {
+    if !devices_exist(2) {
+        return;
+    }
+    gradients_arrive::<burn::backend::Autodiff<Plain>>();
+    gradients_arrive::<burn::backend::Autodiff<burn::backend::Cuda<f32, i32>>>();
+}
+
+#[test]
+fn a_rank_that_leaves_others_waiting_in_nccl_is_named_at_the_deadline() {
+    if !devices_exist(2) {
+        return;
+    }
+    let mesh = DeviceMesh::new([("cp", 2)]).unwrap();
+    let start = std::time::Instant::now();
+    let options = launch::ThreadsOptions {
+        deadline: Duration::from_secs(5),
+        ..Default::default()
+    };
+    let world = launch::threads_with(2, options, |rank| {
+        let group = comm::bind(&mesh, &rank)?.along(&["cp"])?;
+        let device = <Plain as burn::tensor::backend::BackendTypes>::Device::of_rank(&rank)?;
+        let x = || Api::<Plain, 1>::ones([8], &device);
+        let sum: f32 = collectives::all_reduce(x(), &group).sum().into_scalar();
+        assert_eq!(sum, 16.0);
+        if rank.rank() == 0 {
+            // Nobody comes.
+            drop(collectives::all_reduce(x(), &group).into_data());
+            drop(collectives::all_reduce(x(), &group));
+        }
+        Ok::<_, Box<dyn std::error::Error + Send + Sync>>(())
+    });
+    let message = world.unwrap_err().to_string();
+    assert!(
+        message.contains("rank 1") || message.contains("[1]"),
+        "{message}"
+    );
+    assert!(
+        start.elapsed() < Duration::from_secs(40),
+        "{:?}",
+        start.elapsed()
+    );
+}
+
+/// The gate that counts waits sees none in a layer, forward and backward.
+fn no_waits<B>()
+where
+    B: AutodiffBackend + crate::attention::ContextParallelBackend,
+    B::Device: RankDevice,
+{
+    use crate::{
+        attention::AttentionOptions,
+        batch::SequenceBatch,
+        layout::Documents,
+        sharder::{ContextParallel, ContextParallelConfig},
+    };
+    let mesh = DeviceMesh::new([("dp", 1), ("cp", 2)]).unwrap();
+    launch::threads(2, |rank| {
+        let groups = comm::bind(&mesh, &rank)?;
+        let device = B::Device::of_rank(&rank)?;
+        let cp = ContextParallel::new(&groups, ContextParallelConfig::default())?;
+        let batch = SequenceBatch::<B>::from_ids(TensorData::zeros::<i64, _>([1, 256]))
+            .with_documents(Documents::from_lengths(&[vec![100, 150]], 256)?);
+        let step = cp.shard(batch, &device)?;
+        let tokens = step.local_len();
+        let random = || {
+            Api::<B, 4>::random([1, 2, tokens, 64], Distribution::Default, &device).require_grad()
+        };
+        let (q, k, v) = (random(), random(), random());
+        let reads = num_host_reads();
+        let mut x = q.clone();
+        for _ in 0..3 {
+            x = step.attention(x, k.clone(), v.clone(), &AttentionOptions::causal());
+        }
+        let grads = x.sum().backward();
+        assert_eq!(num_host_reads(), reads);
+        let grad = q.grad(&grads).ok_or("a gradient")?;
+        assert!(grad.sum().into_data().iter::<f32>().all(f32::is_finite));
+        Ok::<_, Box<dyn std::error::Error + Send + Sync>>(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn layers_between_gpus_wait_for_nothing() {
+    if !devices_exist(2) {
+        return;
+    }
+    no_waits::<burn::backend::Autodiff<Plain>>();
+    no_waits::<burn::backend::Autodiff<burn::backend::Cuda<f32, i32>>>();
+}
