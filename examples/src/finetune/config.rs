@@ -6,7 +6,7 @@ use burn_cp::{mesh::DeviceMesh, sharder::ContextParallelConfig, vision::VisionSh
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
-use crate::train::{Checkpointing, Device, Exchange, Layout, RunConfig};
+use crate::train::{Checkpointing, Device, Exchange, FieldError, Layout, RunConfig, fields};
 
 /// What stays as it was loaded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
@@ -113,30 +113,11 @@ impl RunConfig for FinetuneConfig {
 #[non_exhaustive]
 pub enum FinetuneConfigError {
     /// A field has a value out of range.
-    #[error("{field}: expected {expected}, got {got}")]
-    Field {
-        /// The field.
-        field: &'static str,
-        /// What it may be.
-        expected: String,
-        /// What it is.
-        got: String,
-    },
+    #[error(transparent)]
+    Field(#[from] FieldError),
     /// Ranks and mesh do not fit.
     #[error("ranks and dp: {0}")]
     Mesh(#[from] burn_cp::mesh::MeshError),
-}
-
-pub(super) fn field(
-    field: &'static str,
-    expected: impl Into<String>,
-    got: impl ToString,
-) -> FinetuneConfigError {
-    FinetuneConfigError::Field {
-        field,
-        expected: expected.into(),
-        got: got.to_string(),
-    }
 }
 
 impl FinetuneConfig {
@@ -145,17 +126,7 @@ impl FinetuneConfig {
     /// # Errors
     /// `ranks` is 0 or not a multiple of `dp`.
     pub fn mesh(&self) -> Result<DeviceMesh, FinetuneConfigError> {
-        if self.ranks == 0 {
-            return Err(field("ranks", "at least 1", 0));
-        }
-        if self.dp == 0 || !self.ranks.is_multiple_of(self.dp) {
-            let expected = format!("a divisor of ranks = {}", self.ranks);
-            return Err(field("dp", expected, self.dp));
-        }
-        Ok(DeviceMesh::new([
-            ("dp", self.dp),
-            ("cp", self.ranks / self.dp),
-        ])?)
+        fields::mesh(self.ranks, self.dp)
     }
 
     /// How sequences are sharded.
@@ -200,47 +171,23 @@ impl FinetuneConfig {
     /// The first field that is out of range.
     pub fn validate(&self) -> Result<(), FinetuneConfigError> {
         self.mesh()?;
-        if !Device::built().contains(&self.device) {
-            let expected = format!("one of {:?}, or another build", Device::built());
-            return Err(field("device", expected, format!("{:?}", self.device)));
-        }
+        fields::device(self.device)?;
         if self.dtype == Dtype::Bf16 && self.device != Device::Cuda {
             let device = format!("{:?}", self.device).to_lowercase();
-            return Err(field(
-                "dtype",
-                format!("f32 on the device {device}"),
-                "bf16",
-            ));
+            let expected = format!("f32 on the device {device}");
+            return Err(FieldError::new("dtype", expected, "bf16").into());
         }
-        if self.rows_per_step == 0 || !self.rows_per_step.is_multiple_of(self.dp) {
-            let expected = format!("a multiple of dp = {}", self.dp);
-            return Err(field("rows_per_step", expected, self.rows_per_step));
-        }
-        for (name, value) in [
+        fields::per_step("rows_per_step", self.rows_per_step, self.dp)?;
+        fields::at_least_one(&[
             ("tokens", self.tokens as u64),
             ("chunk", self.chunk as u64),
             ("checkpoint_every", self.checkpoint_every),
             ("deadline_seconds", self.deadline_seconds),
-        ] {
-            if value == 0 {
-                return Err(field(name, "at least 1", value));
-            }
-        }
-        for (name, value) in [
+        ])?;
+        let positive = [
             ("learning_rate", self.learning_rate),
             ("clip_norm", self.clip_norm),
-        ] {
-            if !(value.is_finite() && value > 0.0) {
-                return Err(field(name, "a positive number", value));
-            }
-        }
-        if !(self.weight_decay.is_finite() && self.weight_decay >= 0.0) {
-            return Err(field(
-                "weight_decay",
-                "a number of at least 0",
-                self.weight_decay,
-            ));
-        }
-        Ok(())
+        ];
+        Ok(fields::optimizer(&positive, self.weight_decay)?)
     }
 }

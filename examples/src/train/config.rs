@@ -9,7 +9,9 @@ use burn_cp::{
 };
 use serde::{Deserialize, Serialize};
 
-use super::{Checkpointing, Delivery, Device, Exchange, Layout, ModelSize, Vision};
+use super::{
+    Checkpointing, Delivery, Device, Exchange, FieldError, Layout, ModelSize, Vision, fields,
+};
 use crate::{
     data::{DataConfig, DataError, PackSource, PatchShape, Split, vocabulary},
     models::qwen3_vl::Qwen3VlConfig,
@@ -104,15 +106,8 @@ impl Default for TrainConfig {
 #[derive(Debug, thiserror::Error)]
 pub enum TrainConfigError {
     /// A field has a value out of range.
-    #[error("{field}: expected {expected}, got {got}")]
-    Field {
-        /// The field.
-        field: &'static str,
-        /// What it may be.
-        expected: String,
-        /// What it is.
-        got: String,
-    },
+    #[error(transparent)]
+    Field(#[from] FieldError),
     /// Ranks and mesh do not fit.
     #[error("ranks and dp: {0}")]
     Mesh(#[from] burn_cp::mesh::MeshError),
@@ -130,19 +125,7 @@ impl TrainConfig {
     /// # Errors
     /// `ranks` is 0 or not a multiple of `dp`.
     pub fn mesh(&self) -> Result<DeviceMesh, TrainConfigError> {
-        if self.ranks == 0 {
-            return Err(field("ranks", "at least 1", 0));
-        }
-        if self.dp == 0 || !self.ranks.is_multiple_of(self.dp) {
-            return Err(field(
-                "dp",
-                &format!("a divisor of ranks = {}", self.ranks),
-                self.dp,
-            ));
-        }
-        let mesh = DeviceMesh::new([("dp", self.dp), ("cp", self.ranks / self.dp)])?;
-        mesh.check_world(self.ranks)?;
-        Ok(mesh)
+        fields::mesh(self.ranks, self.dp)
     }
 
     /// The model's configuration.
@@ -215,58 +198,27 @@ impl TrainConfig {
     /// The first field that is out of range.
     pub fn validate(&self) -> Result<(), TrainConfigError> {
         self.mesh()?;
-        let built = Device::built();
-        if !built.contains(&self.device) {
-            let name = |device: Device| format!("{device:?}").to_lowercase();
-            let (feature, names) = (name(self.device), built.into_iter().map(name));
-            let names = names.collect::<Vec<_>>().join(", ");
-            let expected = format!("{names}, or a build with the feature {feature}");
-            return Err(field("device", &expected, feature));
-        }
-        if self.packs_per_step == 0 || !self.packs_per_step.is_multiple_of(self.dp) {
-            let expected = format!("a multiple of dp = {}", self.dp);
-            return Err(field("packs_per_step", &expected, self.packs_per_step));
-        }
-        for (name, value) in [
+        fields::device(self.device)?;
+        fields::per_step("packs_per_step", self.packs_per_step, self.dp)?;
+        fields::at_least_one(&[
             ("steps", self.steps),
             ("heldout_packs", self.heldout_packs),
             ("eval_every", self.eval_every),
             ("checkpoint_every", self.checkpoint_every),
             ("deadline_seconds", self.deadline_seconds),
-        ] {
-            if value == 0 {
-                return Err(field(name, "at least 1", value));
-            }
-        }
-        for (name, value) in [
+        ])?;
+        let positive = [
             ("learning_rate", self.learning_rate),
             ("clip_norm", self.clip_norm),
-        ] {
-            if !(value.is_finite() && value > 0.0) {
-                return Err(field(name, "a positive number", value));
-            }
-        }
-        if !(self.weight_decay.is_finite() && self.weight_decay >= 0.0) {
-            return Err(field(
-                "weight_decay",
-                "a number of at least 0",
-                self.weight_decay,
-            ));
-        }
+        ];
+        fields::optimizer(&positive, self.weight_decay)?;
         if !(0.0..1.0).contains(&self.beta_2) {
-            return Err(field("beta_2", "a number from 0 to below 1", self.beta_2));
+            let expected = "a number from 0 to below 1";
+            return Err(FieldError::new("beta_2", expected, self.beta_2).into());
         }
         self.model().validate()?;
         self.packs(Split::Train)?;
         Ok(())
-    }
-}
-
-fn field(field: &'static str, expected: &str, got: impl ToString) -> TrainConfigError {
-    TrainConfigError::Field {
-        field,
-        expected: expected.to_owned(),
-        got: got.to_string(),
     }
 }
 

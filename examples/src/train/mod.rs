@@ -11,6 +11,7 @@ mod config;
 #[cfg(feature = "flex")]
 mod device;
 mod evaluate;
+pub(crate) mod fields;
 #[cfg(feature = "flex")]
 pub mod grid;
 mod outcome;
@@ -31,6 +32,7 @@ pub use device::train_on_device;
 #[cfg(feature = "flex")]
 pub(crate) use device::{DeviceProgram, on_device};
 pub use evaluate::{Score, evaluate};
+pub use fields::FieldError;
 pub use outcome::{Outcome, max_rel_diff, max_rel_grad_diff};
 pub(crate) use report::checkpoints_in;
 pub use report::{ReportError, Reporter, Summary};
