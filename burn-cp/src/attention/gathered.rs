@@ -3,7 +3,7 @@
 //! Without overlap the buffer is put together first and one kernel call computes with it, which gives the bits of one device. With
 //! overlap the rank's own keys are computed with while those of others travel, and both parts are merged.
 
-use burn::tensor::{Tensor, TensorMetadata, backend::Backend, ops::FloatTensor};
+use burn::tensor::{Tensor, backend::Backend, ops::FloatTensor};
 use burn_cp_kernels::{
     AttentionBackwardInput, AttentionGradients, AttentionInput, AttentionOutput,
 };
@@ -12,7 +12,7 @@ use super::{
     AttentionCall, InnerAttention,
     driver::{Saved, backward_over, forward_over},
     merge::Merger,
-    rows::{self, KvRows, add_rows, pack_buffer, place, take, to_payload, to_tensor},
+    rows::{self, KvRows, add_rows, pack_buffer, place, take},
 };
 use crate::{
     collectives::{Call, Collective, Payload, Pending},
@@ -170,11 +170,11 @@ pub(super) fn overlapped_forward<B: InnerAttention>(
     let remote = RemoteRows::start(rows.clone(), call, strategy, exchange);
     let own = take(&rows, split.own.pieces.iter().map(|piece| &piece.range));
     let own = forward_over::<B>(q, kv.unpack_buffer(own), &split.own, call);
-    let mut merger = Merger::<B>::new(&own);
+    let mut merger = Merger::<B>::new(own);
     let remote = remote.finish(call);
     if split.remote.len > 0 {
         let remote = forward_over::<B>(q, kv.unpack_buffer(remote), &split.remote, call);
-        merger = merger.add(&remote);
+        merger = merger.add(remote);
     }
     merger.finish(sinks.as_ref())
 }
@@ -188,7 +188,7 @@ pub(super) fn overlapped_backward<B: InnerAttention>(
     strategy: ExchangeStrategy,
     of: u64,
 ) -> AttentionGradients<FloatTensor<B>> {
-    let AttentionInput { q, k, v, .. } = &saved.input;
+    let AttentionInput { k, v, .. } = &saved.input;
     let prepared = call.prepared();
     let split = prepared.split();
     let kv = KvRows::of::<B>(k, v);
@@ -198,7 +198,7 @@ pub(super) fn overlapped_backward<B: InnerAttention>(
     let mut dq: Option<Tensor<B, 4>> = None;
     let grads = if split.remote.len > 0 {
         let grads = backward_over(saved, kv.unpack_buffer(remote), dout, &split.remote, call);
-        dq = Some(to_tensor(Payload::Float(grads.dq).widened()));
+        dq = Some(rows::wrap(&grads.dq));
         pack_buffer::<B>(&grads.dk, &grads.dv, split.remote.len)
     } else {
         rows.zeros_like(0, 0)
@@ -224,10 +224,12 @@ pub(super) fn overlapped_backward<B: InnerAttention>(
     }
     let batch = prepared.plan().documents().batch_size();
     let (dk, dv) = kv.unpack(total.narrowed(rows.dtype()), batch);
-    let own_dq: Tensor<B, 4> = to_tensor(Payload::Float(own.dq).widened());
-    let dq = dq.map_or_else(|| own_dq.clone(), |dq| own_dq.clone() + dq);
-    let dq = to_payload(dq).narrowed(q.dtype());
-    AttentionGradients::new(rows::unwrap(to_tensor::<B, 4>(dq)), dk, dv).with_dsinks(own.dsinks)
+    // A sum of two is rounded once, whatever it is computed in.
+    let dq = match dq {
+        Some(dq) => rows::unwrap(rows::wrap::<B, 4>(&own.dq) + dq),
+        None => own.dq,
+    };
+    AttentionGradients::new(dq, dk, dv).with_dsinks(own.dsinks)
 }
 
 /// Sends the gradients of others' keys to their owners.

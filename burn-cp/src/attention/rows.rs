@@ -49,7 +49,9 @@ impl KvRows {
 
     /// `[batch, num_kv_heads, tokens, ..]` twice -> `[batch · tokens, num_kv_heads · (head_dim + v_head_dim)]`.
     pub(super) fn pack<B: Backend>(k: &FloatTensor<B>, v: &FloatTensor<B>) -> Payload<B> {
-        let rows = Tensor::cat(vec![wrap::<B, 4>(k), wrap::<B, 4>(v)], 3).swap_dims(1, 2);
+        let by_token = |tensor| wrap::<B, 4>(tensor).swap_dims(1, 2);
+        // Each is copied once, to its place.
+        let rows = Tensor::cat(vec![by_token(k), by_token(v)], 3);
         let [batch, tokens, heads, width] = rows.dims();
         to_payload(rows.reshape([batch * tokens, heads * width]))
     }
