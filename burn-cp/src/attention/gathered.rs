@@ -12,7 +12,7 @@ use super::{
     AttentionCall, InnerAttention,
     driver::{Saved, backward_over, forward_over},
     merge::Merger,
-    rows::{self, KvRows, add_rows, pack_buffer, place, take},
+    rows::{self, KvRows, pack_buffer, place, rows_of, take},
 };
 use crate::{
     collectives::{Call, Collective, Payload, Pending},
@@ -210,20 +210,18 @@ pub(super) fn overlapped_backward<B: InnerAttention>(
     let own = take(&rows, &own_ranges);
     let own = backward_over(saved, kv.unpack_buffer(own), dout, &split.own, call);
     let own_rows = pack_buffer::<B>(&own.dk, &own.dv, split.own.len);
-    let mut total = place(&own_rows.widened(), &own_ranges, rows.shape()[0]);
+    let mut parts = rows_of(&own_rows, own_ranges);
     let returned = returning.finish();
+    let num_rows = rows.shape()[0];
     if strategy == ExchangeStrategy::AllGather {
-        total = total.add(returned.widened());
+        parts.push((0..num_rows, returned));
     } else {
-        let mut at = 0;
-        for ranges in &split.back.targets {
-            let num: usize = ranges.iter().map(std::ops::Range::len).sum();
-            total = add_rows(total, returned.rows(0, &(at..at + num)), ranges);
-            at += num;
-        }
+        let targets = split.back.targets.iter().flatten().cloned();
+        parts.extend(rows_of(&returned, targets));
     }
+    let total = Payload::sum_rows(&parts, 0, num_rows, &rows);
     let batch = prepared.plan().documents().batch_size();
-    let (dk, dv) = kv.unpack(total.narrowed(rows.dtype()), batch);
+    let (dk, dv) = kv.unpack(total, batch);
     // A sum of two is rounded once, whatever it is computed in.
     let dq = match dq {
         Some(dq) => rows::unwrap(rows::wrap::<B, 4>(&own.dq) + dq),
