@@ -108,6 +108,9 @@ struct Args {
     /// Whether exchange and computation overlap, where the strategy leaves a choice.
     #[arg(long, value_enum, default_value = "both")]
     overlap: Overlap,
+    /// Keep the keys and values of other ranks for the backward pass.
+    #[arg(long)]
+    keep_keys: bool,
     /// Steps that are timed together, one behind the other as in training; two before them make kernels and connections.
     #[arg(long, default_value_t = 8)]
     iterations: usize,
@@ -155,6 +158,7 @@ impl Args {
             },
             exchange,
             overlap,
+            keep_keys: self.keep_keys,
             ..ContextParallelConfig::default()
         }
     }

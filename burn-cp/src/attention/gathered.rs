@@ -10,7 +10,7 @@ use burn_cp_kernels::{
 
 use super::{
     AttentionCall, InnerAttention,
-    driver::{Saved, backward_over, forward_over},
+    driver::{KeysAndValues, Saved, backward_over, forward_over},
     merge::Merger,
     rows::{self, KvRows, pack_buffer, place, rows_of, take},
 };
@@ -25,11 +25,12 @@ pub(super) fn forward<B: InnerAttention>(
     call: &AttentionCall,
     strategy: ExchangeStrategy,
     exchange: Option<Call>,
-) -> AttentionOutput<FloatTensor<B>> {
+) -> (AttentionOutput<FloatTensor<B>>, KeysAndValues<B>) {
     let AttentionInput { q, k, v, sinks, .. } = input;
     let (k, v) = buffer::<B>(&k, &v, call, strategy, exchange);
-    let input = AttentionInput::new(q, k, v).with_sinks(sinks);
-    B::attention_forward(input, call.prepared().segments(), call.kernel())
+    let input = AttentionInput::new(q, k.clone(), v.clone()).with_sinks(sinks);
+    let output = B::attention_forward(input, call.prepared().segments(), call.kernel());
+    (output, (k, v))
 }
 
 /// Gradients of [`forward`], whose first operation had the number `of`.
@@ -41,8 +42,10 @@ pub(super) fn backward<B: InnerAttention>(
     of: Option<u64>,
 ) -> AttentionGradients<FloatTensor<B>> {
     let AttentionInput { q, k, v, sinks, .. } = &saved.input;
-    let again = of.map(|of| call.backward("attention again", of));
-    let (k_all, v_all) = buffer::<B>(k, v, call, strategy, again);
+    let (k_all, v_all) = saved.exchanged.clone().unwrap_or_else(|| {
+        let again = of.map(|of| call.backward("attention again", of));
+        buffer::<B>(k, v, call, strategy, again)
+    });
     let (out, lse) = (saved.out.clone(), saved.lse.clone());
     let input = AttentionBackwardInput::new(q.clone(), k_all, v_all, out, lse, dout)
         .with_sinks(sinks.clone());
@@ -162,7 +165,7 @@ pub(super) fn overlapped_forward<B: InnerAttention>(
     call: &AttentionCall,
     strategy: ExchangeStrategy,
     exchange: Call,
-) -> AttentionOutput<FloatTensor<B>> {
+) -> (AttentionOutput<FloatTensor<B>>, KeysAndValues<B>) {
     let AttentionInput { q, k, v, sinks, .. } = input;
     let split = call.prepared().split();
     let kv = KvRows::of::<B>(k, v);
@@ -171,12 +174,12 @@ pub(super) fn overlapped_forward<B: InnerAttention>(
     let own = take(&rows, split.own.pieces.iter().map(|piece| &piece.range));
     let own = forward_over::<B>(q, kv.unpack_buffer(own), &split.own, call);
     let mut merger = Merger::<B>::new(own);
-    let remote = remote.finish(call);
+    let remote = kv.unpack_buffer(remote.finish(call));
     if split.remote.len > 0 {
-        let remote = forward_over::<B>(q, kv.unpack_buffer(remote), &split.remote, call);
+        let remote = forward_over::<B>(q, remote.clone(), &split.remote, call);
         merger = merger.add(remote);
     }
-    merger.finish(sinks.as_ref())
+    (merger.finish(sinks.as_ref()), remote)
 }
 
 /// [`backward`] with overlap: gradients of others' keys leave as soon as they are there, those of the rank's own are computed
@@ -193,11 +196,14 @@ pub(super) fn overlapped_backward<B: InnerAttention>(
     let split = prepared.split();
     let kv = KvRows::of::<B>(k, v);
     let rows = KvRows::pack::<B>(k, v);
-    let again = call.backward("attention again", of);
-    let remote = RemoteRows::start(rows.clone(), call, strategy, again).finish(call);
+    let remote = saved.exchanged.clone().unwrap_or_else(|| {
+        let again = call.backward("attention again", of);
+        let remote = RemoteRows::start(rows.clone(), call, strategy, again);
+        kv.unpack_buffer(remote.finish(call))
+    });
     let mut dq: Option<Tensor<B, 4>> = None;
     let grads = if split.remote.len > 0 {
-        let grads = backward_over(saved, kv.unpack_buffer(remote), dout, &split.remote, call);
+        let grads = backward_over(saved, remote, dout, &split.remote, call);
         dq = Some(rows::wrap(&grads.dq));
         pack_buffer::<B>(&grads.dk, &grads.dv, split.remote.len)
     } else {
