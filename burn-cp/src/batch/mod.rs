@@ -5,8 +5,10 @@
 
 mod documents;
 mod error;
+mod loss_mask;
 mod marks;
 mod media;
+mod rows;
 mod stream;
 
 use std::collections::BTreeMap;
@@ -14,6 +16,7 @@ use std::collections::BTreeMap;
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 
 pub use error::BatchError;
+pub use loss_mask::IGNORED_LABEL;
 pub(crate) use marks::Marks;
 pub use media::{Media, num_frames, num_merged_tokens, num_patch_rows};
 pub(crate) use stream::{HostInts, filled, host_bools, shard_payload, zeros_payload};
