@@ -33,6 +33,9 @@ pub enum Primary<B: Backend> {
     Embeddings(Tensor<B, 3>),
 }
 
+/// Marked tokens `[batch, seq]`, and features of several layers.
+pub(crate) type Deepstack<B> = (TensorData, Vec<Tensor<B, 2>>);
+
 /// One batch of sequences, `batch >= 1` rows of `seq` tokens. Every rank of a context-parallel group holds the same.
 ///
 /// Built from its primary stream by `with_` methods; nothing is checked before it is sharded.
@@ -47,7 +50,7 @@ pub struct SequenceBatch<B: Backend> {
     pub(crate) marks: Marks,
     pub(crate) placement: Option<Placement>,
     pub(crate) media: Vec<Media<B>>,
-    pub(crate) deepstack: Option<(TensorData, Vec<Tensor<B, 2>>)>,
+    pub(crate) deepstack: Option<Deepstack<B>>,
     pub(crate) streams: BTreeMap<String, Stream<B>>,
     pub(crate) dropout_seed: Option<u64>,
 }

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use burn::tensor::{Tensor, TensorData, TensorPrimitive, backend::Backend};
 
-use super::{BatchError, Primary, SequenceBatch, Stream, StreamDeclaration, host_bools};
+use super::{BatchError, Deepstack, Primary, SequenceBatch, Stream, StreamDeclaration, host_bools};
 use crate::{
     collectives::Payload,
     layout::{Documents, Placement},
@@ -31,11 +31,9 @@ impl<B: Backend> SequenceBatch<B> {
         Ok(Self {
             primary: match &self.primary {
                 Primary::Ids(ids) => Primary::Ids(rows_of("ids", ids, 0, (&rows, size[0]))?),
-                Primary::Embeddings(embeddings) => Primary::Embeddings(embeddings.clone().narrow(
-                    0,
-                    rows.start,
-                    rows.len(),
-                )),
+                Primary::Embeddings(embeddings) => {
+                    Primary::Embeddings(embeddings.clone().narrow(0, rows.start, rows.len()))
+                }
             },
             labels: of("labels", &self.labels, 0)?,
             vocab_size: self.vocab_size,
@@ -63,7 +61,7 @@ impl<B: Backend> SequenceBatch<B> {
         &self,
         rows: Range<usize>,
         size: [usize; 2],
-    ) -> Result<Option<(TensorData, Vec<Tensor<B, 2>>)>, BatchError> {
+    ) -> Result<Option<Deepstack<B>>, BatchError> {
         let Some((mask, layers)) = &self.deepstack else {
             return Ok(None);
         };
@@ -82,14 +80,15 @@ impl<B: Backend> SequenceBatch<B> {
             }
             let layer = Payload::<B>::Float(layer.clone().into_primitive().tensor());
             match layer.rows(0, &features) {
-                Payload::Float(layer) => {
-                    Ok(Tensor::from_primitive(TensorPrimitive::Float(layer)))
-                }
+                Payload::Float(layer) => Ok(Tensor::from_primitive(TensorPrimitive::Float(layer))),
                 other => unreachable!("rows of floats are floats, got {other:?}"),
             }
         });
         let layers = layers.collect::<Result<_, _>>()?;
-        Ok(Some((rows_of("deepstack", mask, 0, (&rows, size[0]))?, layers)))
+        Ok(Some((
+            rows_of("deepstack", mask, 0, (&rows, size[0]))?,
+            layers,
+        )))
     }
 }
 

@@ -47,7 +47,9 @@ impl ThdMetadata {
             let padded = stream.cu_seqlens_padded.as_ref();
             padded.unwrap_or(&stream.cu_seqlens).clone()
         };
-        let some_padded = streams.iter().any(|stream| stream.cu_seqlens_padded.is_some());
+        let some_padded = streams
+            .iter()
+            .any(|stream| stream.cu_seqlens_padded.is_some());
         ThdTables {
             cu_seqlens: table(streams.iter().map(|stream| stream.cu_seqlens.clone())),
             cu_seqlens_padded: some_padded.then(|| table(streams.iter().map(padded))),

@@ -4,9 +4,7 @@ use burn::tensor::backend::Backend;
 
 use super::{ContextParallelConfig, media::Placeholders};
 use crate::{
-    batch::{
-        BatchError, HostInts, IGNORED_LABEL, SequenceBatch, host_bools, num_merged_tokens,
-    },
+    batch::{BatchError, HostInts, IGNORED_LABEL, SequenceBatch, host_bools, num_merged_tokens},
     layout::Documents,
 };
 

@@ -19,8 +19,8 @@ mod step;
 mod thd;
 mod verbs;
 
-pub use capabilities::{CapabilityError, ModelCapabilities, Violation};
 pub use crate::batch::IGNORED_LABEL;
+pub use capabilities::{CapabilityError, ModelCapabilities, Violation};
 pub use config::{ContextParallelConfig, PrimaryStream};
 pub use context::ContextParallel;
 pub use error::StepError;

@@ -67,7 +67,9 @@ pub enum ThdError {
         got: usize,
     },
     /// Features of another number than the stream's placeholders.
-    #[error("{kind}: expected {expected} feature rows, one per placeholder of the stream, got {got}")]
+    #[error(
+        "{kind}: expected {expected} feature rows, one per placeholder of the stream, got {got}"
+    )]
     FeatureRows {
         /// Of what the features are.
         kind: MediaKind,

@@ -158,11 +158,7 @@ impl MediaMask {
     }
 
     /// `entries` as media of a batch of `[rows, seq]` tokens, whose placeholders are these.
-    pub(super) fn media<B: Backend>(
-        &self,
-        entries: MediaEntries<B>,
-        size: [usize; 2],
-    ) -> Media<B> {
+    pub(super) fn media<B: Backend>(&self, entries: MediaEntries<B>, size: [usize; 2]) -> Media<B> {
         Media {
             name: self.kind.to_string(),
             pixels: entries.pixels,

@@ -59,7 +59,8 @@ impl Default for ThdConfig {
 ///
 /// What other implementations refuse here is exact: multi-axis positions, with or without chunks (they are cut with their tokens,
 /// row by row); a loss mask ([`SequenceBatch::with_loss_mask`], which labels take in); documents without a token, and streams
-/// of padding; padding anywhere in a document; token verbs over chunks. Attention is set up by nothing but the step that a
+/// of padding; padding anywhere in a document; token verbs over chunks. Which tokens a rank owns is never missing, since its step
+/// says so. Attention is set up by nothing but the step that a
 /// model is given, so that no module has to be found in it or replaced, and transports need not divide the heads unless the exchange of
 /// heads is asked for ([`ContextParallel::check_heads`]).
 ///
@@ -288,7 +289,10 @@ impl ThdSharder {
             return Ok(());
         };
         let expected = documents.seq_len();
-        let got = documents.row(0).iter().map(|document| document.extent.len());
+        let got = documents
+            .row(0)
+            .iter()
+            .map(|document| document.extent.len());
         let got = got.sum();
         if self.cp.group().size() > 1 && got != expected {
             return Err(ThdError::Uncovered { expected, got });

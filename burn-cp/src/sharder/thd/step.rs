@@ -98,7 +98,10 @@ impl<B: ContextParallelBackend> ThdStep<B> {
     /// # Errors
     /// A document with padding ahead of or between its real tokens, which boundaries cannot express.
     pub fn tables(&self) -> Result<ThdTables, StepError> {
-        let streams = self.steps.iter().map(|step| step.documents().thd_metadata());
+        let streams = self
+            .steps
+            .iter()
+            .map(|step| step.documents().thd_metadata());
         let streams: Vec<_> = streams.collect::<Result<_, _>>()?;
         Ok(ThdMetadata::tables(&streams))
     }
@@ -213,6 +216,9 @@ impl<B: ContextParallelBackend> ThdStep<B> {
 
     /// The features of a chunk that this rank's tokens take, from all of its features of this kind: `[placeholders, width]`
     /// -> `[own placeholders, width]`, as [`MediaMask::select`].
+    ///
+    /// Of what [`CpStep::encode_media`] returns where features are gathered, the first rows are those of images. Where they are
+    /// delivered to their consumers, they are selected already.
     ///
     /// # Errors
     /// [`ThdError::FeatureRows`] for another number of features; no token can wait for this kind ([`Self::media_mask`]).
