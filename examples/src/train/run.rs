@@ -298,6 +298,9 @@ fn report_run<A: Architecture>(
     Ok(interrupted)
 }
 
+/// Losses by name.
+type Curves = Vec<(String, Vec<f64>)>;
+
 /// What the curve is called.
 fn title<A: Architecture>() -> String {
     format!("{}: loss per answer digit", A::PROGRAM)
@@ -307,7 +310,7 @@ fn title<A: Architecture>() -> String {
 fn compare<A: Architecture>(
     config: &TrainConfig<A>,
     outcome: &Outcome,
-    (reporter, mut curves): (&Reporter<TrainConfig<A>>, Vec<(String, Vec<f64>)>),
+    (reporter, mut curves): (&Reporter<TrainConfig<A>>, Curves),
     summary: &mut Summary<A>,
 ) -> Result<(), RunError> {
     println!("training with one rank from the same start ...");

@@ -117,9 +117,12 @@ fn rows(tensor: Tensor<B, 3>, real: &[usize]) -> Vec<f64> {
         .collect()
 }
 
+/// Shape and values.
+type Gradient = (Vec<usize>, Vec<f64>);
+
 struct Gradients<'a> {
     grads: &'a GradientsParams,
-    found: Vec<Option<(Vec<usize>, Vec<f64>)>>,
+    found: Vec<Option<Gradient>>,
 }
 
 impl ModuleVisitor<B> for Gradients<'_> {
@@ -145,7 +148,7 @@ fn gradients(
     model.visit(&mut visitor);
     let names = weight_names(model, config);
     assert_eq!(names.len(), visitor.found.len());
-    let published = |(weight, grad): (WeightName, Option<(Vec<usize>, Vec<f64>)>)| {
+    let published = |(weight, grad): (WeightName, Option<Gradient>)| {
         let trained = !weight.name.ends_with("e_score_correction_bias");
         assert_eq!(grad.is_some(), trained, "{}", weight.name);
         let (shape, values) = grad?;

@@ -26,6 +26,10 @@ pub(super) fn norm<B: Backend>(config: &MimoV2FlashConfig, device: &B::Device) -
 
 /// The feed-forward layer of a layer.
 #[derive(Module, Debug)]
+#[allow(
+    clippy::large_enum_variant,
+    reason = "one a layer; the parameters themselves are elsewhere"
+)]
 pub enum FeedForward<B: Backend> {
     /// One for all tokens.
     Dense(GatedMlp<B>),

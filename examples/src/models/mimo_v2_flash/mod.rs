@@ -11,6 +11,7 @@ mod config;
 mod experts;
 mod layer;
 mod media;
+mod presets;
 mod validate;
 
 use burn::{

@@ -26,12 +26,12 @@ fn config() -> MimoV2FlashConfig {
 fn batch() -> SequenceBatch<B> {
     let ids: Vec<i64> = (3..13).collect();
     SequenceBatch::from_ids(TensorData::new(ids, [1, 10]))
-        .with_documents(Documents::from_lengths(&[vec![5, 3]], 10).unwrap())
+        .with_documents(Documents::from_lengths(&[vec![5, 3]], 10).expect("they fit"))
 }
 
 fn step(batch: SequenceBatch<B>) -> CpStep<B> {
     let cp = ContextParallel::solo(ContextParallelConfig::default());
-    cp.shard(batch, &Default::default()).unwrap()
+    cp.shard(batch, &Default::default()).expect("a legal batch")
 }
 
 #[test]
