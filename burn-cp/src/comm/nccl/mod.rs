@@ -15,9 +15,11 @@
 mod communicator;
 mod cuda;
 mod error;
+mod join;
 mod queue;
 mod watchdog;
 
-pub(crate) use communicator::{Communicator, Ticket, UniqueId};
+pub(crate) use communicator::{Announced, Communicator, Ticket};
 pub(crate) use error::NcclError;
+pub(crate) use join::UniqueId;
 pub(crate) use queue::{Element, Queue};
