@@ -4,3 +4,4 @@
 mod fixture;
 mod loading;
 mod parity;
+mod streams;

@@ -42,7 +42,7 @@ struct Computed {
     gradients: Vec<(String, Vec<f64>)>,
 }
 
-fn close(what: &str, got: &[f64], want: &[f64]) {
+pub(crate) fn close(what: &str, got: &[f64], want: &[f64]) {
     assert_eq!(got.len(), want.len(), "{what}: number of values");
     let largest = want
         .iter()
@@ -118,11 +118,12 @@ fn rows(tensor: Tensor<B, 3>, real: &[usize]) -> Vec<f64> {
 }
 
 /// Shape and values.
-type Gradient = (Vec<usize>, Vec<f64>);
+pub(crate) type Gradient = (Vec<usize>, Vec<f64>);
 
-struct Gradients<'a> {
-    grads: &'a GradientsParams,
-    found: Vec<Option<Gradient>>,
+/// Gradients in the order of parameters.
+pub(crate) struct Gradients<'a> {
+    pub(crate) grads: &'a GradientsParams,
+    pub(crate) found: Vec<Option<Gradient>>,
 }
 
 impl ModuleVisitor<B> for Gradients<'_> {

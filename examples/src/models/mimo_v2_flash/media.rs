@@ -6,7 +6,7 @@ use burn::{
 };
 use burn_cp::{
     attention::ContextParallelBackend,
-    loss::TokenLoss,
+    loss::{NumLabels, TokenLoss},
     nn::SequenceModel,
     sharder::{CpStep, ModelCapabilities, StepError},
 };
@@ -87,6 +87,23 @@ impl<B: ContextParallelBackend> MimoV2FlashVl<B> {
         let (hidden, routing) = self.hidden(step)?;
         let loss = step.cross_entropy(self.language_model.logits(hidden))?;
         routing.join(loss, self.balance, step)
+    }
+
+    /// [`Self::loss`] of one of several microbatches whose gradients are summed: cross entropy over the labels of all of them, and
+    /// the loss that balances experts over this one's tokens with a further factor `share`. Shares that sum to 1 make it their mean.
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub fn loss_over(
+        &self,
+        step: &CpStep<B>,
+        num_labels: NumLabels,
+        share: f64,
+    ) -> Result<TokenLoss<B>, StepError> {
+        let (hidden, routing) = self.hidden(step)?;
+        let loss = step.cross_entropy_over(self.language_model.logits(hidden), num_labels)?;
+        routing.join(loss, share * self.balance, step)
     }
 }
 
