@@ -42,6 +42,15 @@ fn four_ranks_train_as_one_does() {
 }
 
 #[test]
+fn help_is_the_programs_own() {
+    let folder = TempDir::new().expect("a folder");
+    let text = succeed(train(&folder.path().join("run"), &["--help"]));
+    for part in ["MiMo-V2-Flash", "Usage: train-mimo", "runs/train-mimo"] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+}
+
+#[test]
 fn wrong_flags_are_refused_before_anything_is_written() {
     let folder = TempDir::new().expect("a folder");
     let out = folder.path().join("run");

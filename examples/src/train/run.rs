@@ -133,10 +133,12 @@ impl TrainArgs {
     /// The flags that the program of an architecture was started with. Ends the process where they are wrong, or ask for help.
     #[must_use]
     pub fn parse_for<A: Architecture>() -> Self {
-        let command = clap::Command::new(A::PROGRAM)
+        // The derive puts the type's own documentation there, so these come last.
+        let command = Self::augment_args(clap::Command::new(A::PROGRAM))
             .version(env!("CARGO_PKG_VERSION"))
-            .about(A::ABOUT);
-        let command = Self::augment_args(command).mut_arg("out", |arg| arg.default_value(A::OUT));
+            .about(A::ABOUT)
+            .long_about(A::ABOUT)
+            .mut_arg("out", |arg| arg.default_value(A::OUT));
         let matches = command.get_matches();
         Self::from_arg_matches(&matches).unwrap_or_else(|error| error.exit())
     }
