@@ -1,8 +1,8 @@
 //! Models and programs that train over several ranks with `burn-cp`.
 //!
 //! [`models`] holds real multimodal architectures, [`hf`] published model directories, [`classifier`] a stock text classifier, [`data`] the
-//! documents that the programs read, [`train`] the training run of `train-vlm`, [`finetune`] and [`generate`] the programs for published
-//! models, [`plan`] the command that compares layouts and exchanges. The programs themselves are in `src/bin`.
+//! documents that the programs read, [`train`] the training run of `train-vlm` and `train-mimo`, [`finetune`] and [`generate`] the
+//! programs for published models, [`plan`] the command that compares layouts and exchanges. The programs themselves are in `src/bin`.
 
 #[cfg(feature = "flex")]
 pub mod classifier;

@@ -1,4 +1,4 @@
-//! What `train-vlm` reads: documents that show handwritten digits amid text and then ask for them.
+//! What `train-vlm` and `train-mimo` read: documents that show handwritten digits amid text and then ask for them.
 //!
 //! Holds the digits file and its split ([`digits`]), images and videos made of a digit and cut into patches
 //! ([`images`]), documents with labels and positions ([`documents`]), and their packing into streams of one length

@@ -1,26 +1,20 @@
 //! A model directory, opened and checked as a whole.
 
-use std::{
-    fs,
-    path::{Path, PathBuf},
-};
+use std::{fs, path::Path};
 
 use burn::tensor::{FloatDType, backend::Backend};
 use serde::de::DeserializeOwned;
-use serde_json::Value;
 use tokenizers::Tokenizer;
 
 use super::{
-    ChatTemplate, DirectoryError, DirectoryProblem, ImageProcessor, Processor, SaveError,
-    VideoProcessor, WeightFiles, load_weights,
-    names::{check_weights, weight_names},
-    save::io_error,
+    ChatTemplate, DirectoryError, DirectoryProblem, ImageProcessor, Processor, Published,
+    PublishedModel, SaveError, VideoProcessor, WeightFiles, published::Files, save::io_error,
     save_weights,
 };
 use crate::models::qwen3_vl::{Qwen3Vl, Qwen3VlConfig};
 
 /// The architecture that directories must be of.
-pub const ARCHITECTURE: &str = "Qwen3VLForConditionalGeneration";
+pub const ARCHITECTURE: &str = Qwen3VlConfig::ARCHITECTURE;
 /// Bytes of a file of weights beyond which another one is begun.
 const MAX_FILE_BYTES: usize = 5_000_000_000;
 /// Files that belong to a model beside its weights, and are copied with it.
@@ -39,13 +33,10 @@ const COMPANIONS: [&str; 12] = [
     "generation_config.json",
 ];
 
-/// A directory that was found usable.
+/// A directory of a Qwen3-VL model that was found usable: [`PublishedModel`] with what prepares text, pictures and videos for it.
 #[derive(Debug, Clone)]
 pub struct ModelDirectory {
-    path: PathBuf,
-    config: Qwen3VlConfig,
-    raw_config: Value,
-    weights: WeightFiles,
+    model: PublishedModel<Qwen3VlConfig>,
     processor: Processor,
 }
 
@@ -55,39 +46,13 @@ impl ModelDirectory {
     /// # Errors
     /// [`DirectoryError`] lists all that is missing, too much or does not fit.
     pub fn open(path: &Path) -> Result<Self, DirectoryError> {
-        let mut files = Files {
-            path,
-            problems: Vec::new(),
-        };
-        if !path.is_dir() {
-            files.problems.push(DirectoryProblem::Unreadable {
-                file: path.display().to_string(),
-                reason: "no directory".into(),
-            });
-            return Err(files.into_error());
-        }
-        let raw_config: Option<Value> = files.json("config.json");
-        let config = raw_config.as_ref().and_then(|raw| files.config(raw));
-        let weights = WeightFiles::scan(path, &mut files.problems);
-        if let Some(config) = &config
-            && let Ok(model) = config.build::<Names>(&Default::default())
-        {
-            let names = weight_names(&model, config);
-            // Without files every tensor is missing, which is said already.
-            if !weights.tensors().is_empty() {
-                check_weights(&names, &weights, &mut files.problems);
-            }
-        }
-        let processor = files.processor(config.as_ref());
-        match (raw_config, config, processor) {
-            (Some(raw_config), Some(config), Some(processor)) if files.problems.is_empty() => {
-                Ok(Self {
-                    path: path.to_owned(),
-                    config,
-                    raw_config,
-                    weights,
-                    processor,
-                })
+        let mut files = Files::new(path)?;
+        let model = files.model();
+        let config = model.as_ref().map(PublishedModel::config);
+        let processor = files.processor(config);
+        match (model, processor) {
+            (Some(model), Some(processor)) if files.problems.is_empty() => {
+                Ok(Self { model, processor })
             }
             _ => Err(files.into_error()),
         }
@@ -95,12 +60,12 @@ impl ModelDirectory {
 
     /// Where it is.
     pub fn path(&self) -> &Path {
-        &self.path
+        self.model.path()
     }
 
     /// The model's configuration.
     pub fn config(&self) -> &Qwen3VlConfig {
-        &self.config
+        self.model.config()
     }
 
     /// Tokenizer, template and processors.
@@ -110,34 +75,19 @@ impl ModelDirectory {
 
     /// The files of weights.
     pub fn weights(&self) -> &WeightFiles {
-        &self.weights
+        self.model.weights()
     }
 
-    /// The model with its weights as `dtype`. Every parameter exists when this returns and requires a gradient.
+    /// As [`PublishedModel::load`].
     ///
     /// # Errors
-    /// A file changed or became unreadable since the directory was opened.
+    /// As there.
     pub fn load<B: Backend>(
         &self,
         device: &B::Device,
         dtype: FloatDType,
     ) -> Result<Qwen3Vl<B>, DirectoryError> {
-        let problem = |problems| DirectoryError {
-            path: self.path.display().to_string(),
-            problems,
-        };
-        let model = self.config.build::<B>(device).map_err(|error| {
-            problem(vec![DirectoryProblem::Unreadable {
-                file: "config.json".into(),
-                reason: error.to_string(),
-            }])
-        })?;
-        let (model, problems) = load_weights(model, &self.config, &self.weights, dtype);
-        if problems.is_empty() {
-            Ok(model)
-        } else {
-            Err(problem(problems))
-        }
+        self.model.load(device, dtype)
     }
 
     /// Writes a model of this directory's kind as a directory of its own: weights, configuration, tokenizer and processors.
@@ -150,8 +100,8 @@ impl ModelDirectory {
         target: &Path,
         bf16: bool,
     ) -> Result<(), SaveError> {
-        save_weights(model, &self.config, target, bf16, MAX_FILE_BYTES)?;
-        let mut config = self.raw_config.clone();
+        save_weights(model, self.config(), target, bf16, MAX_FILE_BYTES)?;
+        let mut config = self.model.raw_config().clone();
         let dtype = if bf16 { "bfloat16" } else { "float32" };
         if let Some(fields) = config.as_object_mut() {
             fields.remove("torch_dtype");
@@ -160,7 +110,7 @@ impl ModelDirectory {
         let path = target.join("config.json");
         fs::write(&path, format!("{config:#}\n")).map_err(io_error(&path))?;
         for name in COMPANIONS {
-            let from = self.path.join(name);
+            let from = self.path().join(name);
             if from.is_file() {
                 let to = target.join(name);
                 fs::copy(&from, &to).map_err(io_error(&to))?;
@@ -170,90 +120,7 @@ impl ModelDirectory {
     }
 }
 
-/// Parameters stay lazy where only their names are asked for, so any backend does.
-#[cfg(feature = "flex")]
-type Names = burn::backend::Flex;
-#[cfg(not(feature = "flex"))]
-type Names = burn::backend::NdArray;
-
-struct Files<'a> {
-    path: &'a Path,
-    problems: Vec<DirectoryProblem>,
-}
-
 impl Files<'_> {
-    fn into_error(self) -> DirectoryError {
-        DirectoryError {
-            path: self.path.display().to_string(),
-            problems: self.problems,
-        }
-    }
-
-    fn unreadable(&mut self, file: &str, reason: impl ToString) {
-        self.problems.push(DirectoryProblem::Unreadable {
-            file: file.to_owned(),
-            reason: reason.to_string(),
-        });
-    }
-
-    fn missing(&mut self, file: &str) {
-        let file = file.to_owned();
-        self.problems.push(DirectoryProblem::MissingFile { file });
-    }
-
-    fn json(&mut self, file: &str) -> Option<Value> {
-        let path = self.path.join(file);
-        if !path.is_file() {
-            self.missing(file);
-            return None;
-        }
-        let text = match fs::read_to_string(&path) {
-            Ok(text) => text,
-            Err(error) => {
-                self.unreadable(file, error);
-                return None;
-            }
-        };
-        match serde_json::from_str(&text) {
-            Ok(value) => Some(value),
-            Err(error) => {
-                self.unreadable(file, error);
-                None
-            }
-        }
-    }
-
-    /// A value as a type, with the path of a field that does not fit.
-    fn typed<T: DeserializeOwned>(&mut self, file: &str, value: Value) -> Option<T> {
-        match serde_path_to_error::deserialize(value) {
-            Ok(typed) => Some(typed),
-            Err(error) => {
-                self.unreadable(file, format!("{}: {}", error.path(), error.inner()));
-                None
-            }
-        }
-    }
-
-    fn config(&mut self, raw: &Value) -> Option<Qwen3VlConfig> {
-        let named = raw["architectures"][0].as_str();
-        let got = named.or(raw["model_type"].as_str()).unwrap_or("none");
-        if got != ARCHITECTURE && got != "qwen3_vl" {
-            self.problems.push(DirectoryProblem::Architecture {
-                expected: ARCHITECTURE.to_owned(),
-                got: got.to_owned(),
-            });
-            return None;
-        }
-        let config: Qwen3VlConfig = self.typed("config.json", raw.clone())?;
-        if let Err(error) = config.validate() {
-            for problem in error.problems {
-                self.unreadable("config.json", problem);
-            }
-            return None;
-        }
-        Some(config)
-    }
-
     fn processor(&mut self, config: Option<&Qwen3VlConfig>) -> Option<Processor> {
         let tokenizer = self.tokenizer();
         let template = self.template();

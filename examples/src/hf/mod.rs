@@ -2,8 +2,9 @@
 //!
 //! Holds the directory and its check ([`ModelDirectory`]), weights in safetensors ([`WeightFiles`], [`load_weights`],
 //! [`save_weights`]), pictures and videos as the reference processor cuts them ([`ImageProcessor`], [`VideoProcessor`]), and chat
-//! messages turned into documents ([`Processor`]). The one architecture it knows is dense Qwen3-VL. It trains nothing, and knows
-//! nothing of ranks.
+//! messages turned into documents ([`Processor`]). It knows the architectures that are [`Published`]: dense Qwen3-VL with all of
+//! this, and the text part of MiMo-V2-Flash, of which it reads configuration and weights ([`PublishedModel`]). It trains nothing,
+//! and knows nothing of ranks.
 
 mod chat;
 mod directory;
@@ -11,6 +12,7 @@ mod error;
 mod images;
 mod names;
 mod prompt;
+mod published;
 mod resize;
 mod save;
 mod videos;
@@ -22,6 +24,7 @@ pub use error::{DirectoryError, DirectoryProblem, MediaError, PromptError, SaveE
 pub use images::{ImageProcessor, PixelLimits, Pixels, smart_resize};
 pub use names::{WeightForm, WeightName, load_weights, weight_names};
 pub use prompt::Processor;
+pub use published::{Published, PublishedModel};
 pub use save::save_weights;
 pub use videos::{Video, VideoProcessor, sample_frames, timestamps};
 pub use weights::{WeightFiles, WeightInfo};

@@ -8,8 +8,8 @@ use burn::{
     tensor::{FloatDType, Tensor, TensorData, backend::Backend},
 };
 
-use super::{DirectoryProblem, WeightFiles, weights::is_float};
-use crate::models::qwen3_vl::{Qwen3Vl, Qwen3VlConfig};
+use super::{DirectoryProblem, Published, WeightFiles, weights::is_float};
+use crate::models::qwen3_vl::VisionConfig;
 
 const PATCH_EMBEDDING: &str = "model.visual.patch_embed.proj.weight";
 const HEAD: &str = "lm_head.weight";
@@ -53,8 +53,13 @@ impl Place {
     }
 
     /// The parameter of shape `dims` that the walk has reached.
-    pub(super) fn weight(&self, dims: &[usize], config: &Qwen3VlConfig) -> WeightName {
-        let mut path = self.path.clone();
+    pub(super) fn weight(&self, dims: &[usize], vision: Option<&VisionConfig>) -> WeightName {
+        // Published names do not say which variant of an enum a module is.
+        let parts = self.path.iter().zip(&self.containers);
+        let mut path: Vec<String> = parts
+            .filter(|(_, container)| !container.starts_with("Enum:"))
+            .map(|(part, _)| part.clone())
+            .collect();
         if let Some(last) = path.last_mut() {
             match last.as_str() {
                 "gamma" => *last = "weight".to_owned(),
@@ -68,8 +73,7 @@ impl Place {
                 .containers
                 .last()
                 .is_some_and(|container| container == "Struct:Linear");
-        let (form, shape) = if name == PATCH_EMBEDDING {
-            let vision = &config.vision_config;
+        let (form, shape) = if let Some(vision) = vision.filter(|_| name == PATCH_EMBEDDING) {
             let side = vision.patch_size;
             let kernel = [vision.in_channels, vision.temporal_patch_size, side, side];
             (
@@ -86,7 +90,7 @@ impl Place {
 }
 
 struct Names<'a> {
-    config: &'a Qwen3VlConfig,
+    vision: Option<&'a VisionConfig>,
     place: Place,
     found: Vec<WeightName>,
 }
@@ -102,14 +106,17 @@ impl<B: Backend> ModuleVisitor<B> for Names<'_> {
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
         let dims: [usize; D] = param.lazy_shape().dims();
-        self.found.push(self.place.weight(&dims, self.config));
+        self.found.push(self.place.weight(&dims, self.vision));
     }
 }
 
 /// Every parameter of a model in the order of its modules. Reads no values, so lazy parameters stay lazy.
-pub fn weight_names<B: Backend>(model: &Qwen3Vl<B>, config: &Qwen3VlConfig) -> Vec<WeightName> {
+pub fn weight_names<B: Backend, M: Module<B>>(
+    model: &M,
+    config: &impl Published,
+) -> Vec<WeightName> {
     let mut names = Names {
-        config,
+        vision: config.vision(),
         place: Place::default(),
         found: Vec::new(),
     };
@@ -117,9 +124,10 @@ pub fn weight_names<B: Backend>(model: &Qwen3Vl<B>, config: &Qwen3VlConfig) -> V
     names.found
 }
 
-/// Adds what is missing, too much, mis-shaped or of another dtype.
+/// Adds what is missing, too much, mis-shaped or of another dtype. Tensors whose names begin with one of `unread` may be there.
 pub(super) fn check_weights(
     expected: &[WeightName],
+    unread: &[&str],
     files: &WeightFiles,
     problems: &mut Vec<DirectoryProblem>,
 ) {
@@ -154,7 +162,8 @@ pub(super) fn check_weights(
     for name in files.tensors().keys() {
         let known = expected.iter().any(|weight| weight.name == *name);
         // Some tools write a tied head as well; it is the embedding again.
-        if !known && name != HEAD {
+        let unread = unread.iter().any(|prefix| name.starts_with(prefix));
+        if !known && !unread && name != HEAD {
             problems.push(DirectoryProblem::ExtraTensor { name: name.clone() });
         }
     }
@@ -178,7 +187,7 @@ pub(super) fn transposed(values: &[f32], rows: usize, columns: usize) -> Vec<f32
 }
 
 struct Loader<'a> {
-    config: &'a Qwen3VlConfig,
+    vision: Option<&'a VisionConfig>,
     files: &'a WeightFiles,
     dtype: FloatDType,
     place: Place,
@@ -196,7 +205,7 @@ impl<B: Backend> ModuleMapper<B> for Loader<'_> {
 
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
         let dims: [usize; D] = param.lazy_shape().dims();
-        let weight = self.place.weight(&dims, self.config);
+        let weight = self.place.weight(&dims, self.vision);
         let mut values = match self.files.read(&weight.name) {
             Ok(values) if values.len() == dims.iter().product::<usize>() => values,
             Ok(values) => {
@@ -217,20 +226,21 @@ impl<B: Backend> ModuleMapper<B> for Loader<'_> {
         }
         let data = TensorData::new(values, dims);
         let value = Tensor::from_data(data, (&param.lazy_device(), self.dtype.into()));
-        let (id, _, mapper) = param.consume();
-        Param::from_mapped_value(id, value.require_grad(), mapper)
+        let (id, old, mapper) = param.consume();
+        let value = value.set_require_grad(old.is_require_grad());
+        Param::from_mapped_value(id, value, mapper)
     }
 }
 
 /// Reads every parameter of a model from the files, as `dtype`. What cannot be read is returned beside it.
-pub fn load_weights<B: Backend>(
-    model: Qwen3Vl<B>,
-    config: &Qwen3VlConfig,
+pub fn load_weights<B: Backend, M: Module<B>>(
+    model: M,
+    config: &impl Published,
     files: &WeightFiles,
     dtype: FloatDType,
-) -> (Qwen3Vl<B>, Vec<DirectoryProblem>) {
+) -> (M, Vec<DirectoryProblem>) {
     let mut loader = Loader {
-        config,
+        vision: config.vision(),
         files,
         dtype,
         place: Place::default(),

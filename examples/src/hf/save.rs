@@ -10,10 +10,10 @@ use half::bf16;
 use safetensors::{Dtype, tensor::TensorView};
 
 use super::{
-    SaveError, WeightForm,
+    Published, SaveError, WeightForm,
     names::{Place, transposed},
 };
-use crate::models::qwen3_vl::{Qwen3Vl, Qwen3VlConfig};
+use crate::models::qwen3_vl::VisionConfig;
 
 /// A tensor as it will stand in a file.
 struct Saved {
@@ -23,7 +23,7 @@ struct Saved {
 }
 
 struct Writer<'a> {
-    config: &'a Qwen3VlConfig,
+    vision: Option<&'a VisionConfig>,
     directory: &'a Path,
     dtype: Dtype,
     max_bytes: usize,
@@ -91,7 +91,7 @@ impl<B: Backend> ModuleVisitor<B> for Writer<'_> {
         }
         let data = param.val().into_data();
         let dims = data.shape.to_vec();
-        let weight = self.place.weight(&dims, self.config);
+        let weight = self.place.weight(&dims, self.vision);
         let mut values: Vec<f32> = data.iter::<f32>().collect();
         if weight.form == WeightForm::Transposed {
             values = transposed(&values, dims[0], dims[1]);
@@ -119,16 +119,16 @@ impl<B: Backend> ModuleVisitor<B> for Writer<'_> {
 ///
 /// # Errors
 /// The file system refused.
-pub fn save_weights<B: Backend>(
-    model: &Qwen3Vl<B>,
-    config: &Qwen3VlConfig,
+pub fn save_weights<B: Backend, M: Module<B>>(
+    model: &M,
+    config: &impl Published,
     directory: &Path,
     bf16: bool,
     max_bytes: usize,
 ) -> Result<(), SaveError> {
     fs::create_dir_all(directory).map_err(io_error(directory))?;
     let mut writer = Writer {
-        config,
+        vision: config.vision(),
         directory,
         dtype: if bf16 { Dtype::BF16 } else { Dtype::F32 },
         max_bytes,

@@ -21,12 +21,8 @@ pub fn to_batch<B: Backend>(
     alignment: Option<usize>,
     device: &B::Device,
 ) -> Result<SequenceBatch<B>, LayoutError> {
+    let batch = to_batch_in_order(packs, shape, vocab_size, alignment, device)?;
     let size = [packs.len(), packs.first().map_or(0, Pack::num_tokens)];
-    let lengths: Vec<Vec<usize>> = packs
-        .iter()
-        .map(|pack| pack.document_lengths.clone())
-        .collect();
-    let documents = Documents::from_lengths(&lengths, size[1])?;
     let mut positions = Vec::with_capacity(3 * size[0] * size[1]);
     for axis in 0..3 {
         let of_axis = axis * size[1]..(axis + 1) * size[1];
@@ -34,10 +30,29 @@ pub fn to_batch<B: Backend>(
             positions.extend_from_slice(&pack.positions[of_axis.clone()]);
         }
     }
+    Ok(batch.with_positions(TensorData::new(positions, [3, size[0], size[1]])))
+}
+
+/// [`to_batch`] with positions that count the tokens of each document, whatever they are.
+///
+/// # Errors
+/// As there.
+pub fn to_batch_in_order<B: Backend>(
+    packs: &[Pack],
+    shape: &PatchShape,
+    vocab_size: usize,
+    alignment: Option<usize>,
+    device: &B::Device,
+) -> Result<SequenceBatch<B>, LayoutError> {
+    let size = [packs.len(), packs.first().map_or(0, Pack::num_tokens)];
+    let lengths: Vec<Vec<usize>> = packs
+        .iter()
+        .map(|pack| pack.document_lengths.clone())
+        .collect();
+    let documents = Documents::from_lengths(&lengths, size[1])?;
     let mut batch = SequenceBatch::from_ids(stacked(packs, size, |pack| &pack.ids))
         .with_labels(stacked(packs, size, |pack| &pack.labels))
-        .with_vocab_size(vocab_size)
-        .with_positions(TensorData::new(positions, [3, size[0], size[1]]));
+        .with_vocab_size(vocab_size);
     batch = match alignment {
         Some(multiple) => batch.with_aligned_documents(documents.aligned(multiple)?.flattened()),
         None => batch.with_documents(documents),

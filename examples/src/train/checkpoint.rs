@@ -19,10 +19,7 @@ use burn::{
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use super::{
-    TrainConfig,
-    state::{RunConfig, TrainState, check_same_run},
-};
+use super::state::{RunConfig, TrainState, check_same_run};
 
 const VERSION: u32 = 2;
 const KEPT: usize = 2;
@@ -108,7 +105,7 @@ struct Manifest<R> {
 
 /// The checkpoints of one run.
 #[derive(Debug, Clone)]
-pub(crate) struct Checkpoints<R = TrainConfig> {
+pub(crate) struct Checkpoints<R> {
     folder: PathBuf,
     run: PhantomData<fn() -> R>,
 }
@@ -117,7 +114,7 @@ fn recorder() -> NamedMpkBytesRecorder<FullPrecisionSettings> {
     NamedMpkBytesRecorder::default()
 }
 
-impl Checkpoints {
+impl<R: RunConfig> Checkpoints<R> {
     /// Writes a checkpoint of a state, and removes those that are too old.
     ///
     /// # Errors
@@ -126,7 +123,7 @@ impl Checkpoints {
         &self,
         model: &M,
         optimizer: &O,
-        state: &TrainState,
+        state: &TrainState<R>,
     ) -> Result<(), CheckpointError>
     where
         B: AutodiffBackend,
@@ -158,9 +155,9 @@ impl Checkpoints {
         &self,
         model: M,
         optimizer: O,
-        config: &TrainConfig,
+        config: &R,
         device: &B::Device,
-    ) -> Result<(M, O, TrainState), CheckpointError>
+    ) -> Result<(M, O, TrainState<R>), CheckpointError>
     where
         B: AutodiffBackend,
         M: AutodiffModule<B>,

@@ -1,8 +1,11 @@
 //! What a run is: flags and configuration file, one set of names.
 
-use std::{fs, path::Path};
+use std::{fs, marker::PhantomData, path::Path};
 
+use burn::tensor::backend::Backend;
 use burn_cp::{
+    batch::SequenceBatch,
+    layout::LayoutError,
     mesh::DeviceMesh,
     sharder::ContextParallelConfig,
     vision::{VisionDelivery, VisionShardingConfig},
@@ -10,17 +13,21 @@ use burn_cp::{
 use serde::{Deserialize, Serialize};
 
 use super::{
-    Checkpointing, Delivery, Device, Exchange, FieldError, Layout, ModelSize, Vision, fields,
+    Architecture, Checkpointing, Delivery, Device, Exchange, FieldError, Layout, ModelSize, Vision,
+    fields, to_batch, to_batch_in_order,
 };
 use crate::{
-    data::{DataConfig, DataError, PackSource, PatchShape, Split, vocabulary},
+    data::{DataConfig, DataError, Pack, PackSource, PatchShape, Split, vocabulary},
     models::qwen3_vl::Qwen3VlConfig,
 };
 
-/// A training run. Every field may stand in a configuration file.
+/// A training run of an architecture. Every field may stand in a configuration file.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct TrainConfig {
+#[serde(default, deny_unknown_fields, bound = "")]
+pub struct TrainConfig<A: Architecture = Qwen3VlConfig> {
+    /// What is trained; no field of a file.
+    #[serde(skip)]
+    pub architecture: PhantomData<A>,
     /// Number of ranks: threads of one process, or processes, whose number then counts.
     pub ranks: usize,
     /// Ranks along the data-parallel axis; the others share each sequence.
@@ -71,9 +78,10 @@ pub struct TrainConfig {
     pub data: DataConfig,
 }
 
-impl Default for TrainConfig {
+impl<A: Architecture> Default for TrainConfig<A> {
     fn default() -> Self {
         Self {
+            architecture: PhantomData,
             ranks: 2,
             dp: 1,
             device: Device::Cpu,
@@ -119,7 +127,7 @@ pub enum TrainConfigError {
     Model(#[from] crate::models::qwen3_vl::ConfigError),
 }
 
-impl TrainConfig {
+impl<A: Architecture> TrainConfig<A> {
     /// The mesh, `dp × cp`.
     ///
     /// # Errors
@@ -129,11 +137,26 @@ impl TrainConfig {
     }
 
     /// The model's configuration.
-    pub fn model(&self) -> Qwen3VlConfig {
-        match self.size {
-            ModelSize::Tiny => Qwen3VlConfig::tiny(vocabulary::SIZE),
-            ModelSize::Small => Qwen3VlConfig::small(vocabulary::SIZE),
-        }
+    pub fn model(&self) -> A {
+        A::of_size(self.size)
+    }
+
+    /// [`to_batch`] with the positions that the architecture reads, placed as the layout wants it.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn batch<B: Backend>(
+        &self,
+        packs: &[Pack],
+        shape: &PatchShape,
+        device: &B::Device,
+    ) -> Result<SequenceBatch<B>, LayoutError> {
+        let batch = if A::POSITIONS_HAVE_AXES {
+            to_batch
+        } else {
+            to_batch_in_order
+        };
+        batch(packs, shape, vocabulary::SIZE, self.alignment(), device)
     }
 
     /// How sequences are sharded.
@@ -164,7 +187,8 @@ impl TrainConfig {
     /// # Errors
     /// Documents that do not fit into a pack.
     pub fn packs(&self, split: Split) -> Result<PackSource, TrainConfigError> {
-        let vision = self.model().vision_config;
+        let model = self.model();
+        let vision = model.vision();
         let shape = PatchShape {
             patch_size: vision.patch_size,
             merge_size: vision.spatial_merge_size,
@@ -255,7 +279,7 @@ pub enum ConfigFileError {
 ///
 /// # Errors
 /// It cannot be read, is of another kind, or has an unknown or wrong field, which is named with its path.
-pub fn load_config(path: &Path) -> Result<TrainConfig, ConfigFileError> {
+pub fn load_config<A: Architecture>(path: &Path) -> Result<TrainConfig<A>, ConfigFileError> {
     let shown = path.display().to_string();
     let text = fs::read_to_string(path).map_err(|error| ConfigFileError::Read {
         path: shown.clone(),

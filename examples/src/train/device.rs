@@ -4,7 +4,8 @@ use burn::backend::{Autodiff, autodiff::checkpoint::strategy::BalancedCheckpoint
 use burn_cp::launch::{LaunchError, Process, RankDevice};
 
 use super::{
-    Checkpointing, Device, Outcome, Reporter, TrainBackend, TrainConfig, train, train_as_process,
+    Architecture, Checkpointing, Device, Outcome, Reporter, TrainBackend, TrainConfig, train,
+    train_as_process,
 };
 
 /// With Burn's default features its GPU backends are fused; so are these.
@@ -60,10 +61,10 @@ pub(crate) fn on_device<P: DeviceProgram>(
 ///
 /// # Panics
 /// The program was not built for the device, which [`TrainConfig::validate`] refuses.
-pub fn train_on_device(
-    config: &TrainConfig,
+pub fn train_on_device<A: Architecture>(
+    config: &TrainConfig<A>,
     process: Option<Process>,
-    reporter: Option<&Reporter>,
+    reporter: Option<&Reporter<TrainConfig<A>>>,
     flags: (bool, bool),
 ) -> Result<Outcome, LaunchError> {
     let program = Launched {
@@ -75,22 +76,22 @@ pub fn train_on_device(
     on_device(config.device, config.checkpointing, program)
 }
 
-struct Launched<'a> {
-    config: &'a TrainConfig,
+struct Launched<'a, A: Architecture> {
+    config: &'a TrainConfig<A>,
     process: Option<Process>,
-    reporter: Option<&'a Reporter>,
+    reporter: Option<&'a Reporter<TrainConfig<A>>>,
     flags: (bool, bool),
 }
 
-impl DeviceProgram for Launched<'_> {
+impl<A: Architecture> DeviceProgram for Launched<'_, A> {
     type Output = Result<Outcome, LaunchError>;
 
     fn run<B: TrainBackend<Device: RankDevice>>(self) -> Self::Output {
         let (config, reporter, (resume, keep_gradients)) = (self.config, self.reporter, self.flags);
         match self.process {
-            None => train::<B>(config, reporter, resume, keep_gradients),
+            None => train::<B, A>(config, reporter, resume, keep_gradients),
             Some(process) => {
-                train_as_process::<B>(process, config, reporter, resume, keep_gradients)
+                train_as_process::<B, A>(process, config, reporter, resume, keep_gradients)
             }
         }
     }

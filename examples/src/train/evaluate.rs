@@ -8,8 +8,8 @@ use burn_cp::{
 };
 use serde::{Deserialize, Serialize};
 
-use super::{TrainConfig, to_batch};
-use crate::data::{PackSource, vocabulary};
+use super::{Architecture, TrainConfig};
+use crate::data::PackSource;
 
 /// Answer digits, and how many of them were the model's first choice given all tokens before.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -33,11 +33,11 @@ impl Score {
 ///
 /// # Errors
 /// A batch that cannot be sharded, or ranks that failed.
-pub fn evaluate<B: ContextParallelBackend, M: SequenceModel<B>>(
-    model: &M,
+pub fn evaluate<B: ContextParallelBackend, A: Architecture>(
+    model: &impl SequenceModel<B>,
     cp: &ContextParallel,
     source: &PackSource,
-    config: &TrainConfig,
+    config: &TrainConfig<A>,
     device: &B::Device,
 ) -> Result<Score, StepError> {
     let (loss, group) = (cp.loss_group(), cp.group());
@@ -45,13 +45,7 @@ pub fn evaluate<B: ContextParallelBackend, M: SequenceModel<B>>(
     let mut score = Score::default();
     // dp ranks may have different numbers of packs: they meet only when the scores are added up.
     for index in (0..config.heldout_packs).filter(|index| index % config.dp as u64 == dp_rank) {
-        let batch = to_batch::<B>(
-            &[source.pack(index)],
-            source.shape(),
-            vocabulary::SIZE,
-            config.alignment(),
-            device,
-        )?;
+        let batch = config.batch::<B>(&[source.pack(index)], source.shape(), device)?;
         let step = cp.shard(batch, device)?;
         let logits: Tensor<B, 3> = model.forward(&step)?;
         let choices = logits.argmax(2).into_data();

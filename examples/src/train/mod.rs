@@ -1,9 +1,11 @@
-//! The training run of `train-vlm`: a small Qwen3-VL learns to read handwritten digits over several ranks.
+//! The training run of `train-vlm` and `train-mimo`: a small multimodal model learns to read handwritten digits over several ranks.
 //!
 //! What is trained (documents, packs, their order, the initial weights) follows from the seed, the packed length and the packs
 //! per step; how it is computed (ranks, data parallelism, layout, exchange, vision) changes nothing but rounding.
-//! [`run`] is the whole program behind its flags; [`train`] is one world on one backend.
+//! [`run`] is the whole program behind its flags; [`train`] is one world on one backend. What is trained is an [`Architecture`]: the
+//! loop, its flags, reports, checkpoints and comparison know no model.
 
+mod architecture;
 mod batches;
 mod checkpoint;
 mod choices;
@@ -22,7 +24,8 @@ mod schedule;
 mod state;
 mod worker;
 
-pub use batches::to_batch;
+pub use architecture::{Architecture, TrainBackend, TrainModel};
+pub use batches::{to_batch, to_batch_in_order};
 pub use checkpoint::CheckpointError;
 pub(crate) use checkpoint::Checkpoints;
 pub use choices::{Checkpointing, Delivery, Device, Exchange, Layout, ModelSize, Vision};
@@ -42,5 +45,5 @@ pub use run::{Launch, RunError, TrainArgs, run};
 pub(crate) use run::{catch_interrupts, process_options};
 pub(crate) use schedule::warmup_cosine;
 pub use state::{RunConfig, TrainState};
-pub use worker::{TrainBackend, WorkerError, train, train_as_process};
+pub use worker::{WorkerError, train, train_as_process};
 pub(crate) use worker::{hash_of, named};

@@ -15,7 +15,11 @@ use indicatif::{ProgressBar, ProgressStyle};
 use plotters::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use super::{CheckpointError, RunConfig, Score, TrainConfig, TrainState, checkpoint::Checkpoints};
+use super::{
+    Architecture, CheckpointError, RunConfig, Score, TrainConfig, TrainState,
+    checkpoint::Checkpoints,
+};
+use crate::models::qwen3_vl::Qwen3VlConfig;
 
 /// A report that cannot be written.
 #[derive(Debug, thiserror::Error)]
@@ -53,7 +57,8 @@ struct Metric {
 
 /// `summary.json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Summary {
+#[serde(bound = "")]
+pub struct Summary<A: Architecture = Qwen3VlConfig> {
     /// Number of ranks.
     pub ranks: usize,
     /// Steps done.
@@ -77,12 +82,12 @@ pub struct Summary {
     /// Whether the run was interrupted before its last step.
     pub interrupted: bool,
     /// The run.
-    pub config: TrainConfig,
+    pub config: TrainConfig<A>,
 }
 
 /// The files and the terminal of one run. Used by rank 0.
 #[derive(Debug)]
-pub struct Reporter<R = TrainConfig> {
+pub struct Reporter<R> {
     out: PathBuf,
     bar: ProgressBar,
     metrics: Mutex<Vec<Metric>>,

@@ -10,16 +10,13 @@ use std::{
 };
 
 use burn_cp::launch::{LaunchError, Place, Process, ProcessOptions, TensorTransport};
-use clap::{Parser, ValueEnum};
+use clap::{Args, FromArgMatches, ValueEnum};
 
 use super::{
-    CheckpointError, Checkpointing, ConfigFileError, Delivery, Device, Exchange, Layout, ModelSize,
-    Outcome, ReportError, Reporter, Summary, TrainConfig, TrainConfigError, Vision, load_config,
-    max_rel_diff, max_rel_grad_diff, report::checkpoints_in, train_on_device,
+    Architecture, CheckpointError, Checkpointing, ConfigFileError, Delivery, Device, Exchange,
+    Layout, ModelSize, Outcome, ReportError, Reporter, Summary, TrainConfig, TrainConfigError,
+    Vision, load_config, max_rel_diff, max_rel_grad_diff, report::checkpoints_in, train_on_device,
 };
-
-/// What the curve is called.
-const TITLE: &str = "train-vlm: loss per answer digit";
 
 /// How ranks are started.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
@@ -31,9 +28,8 @@ pub enum Launch {
     Env,
 }
 
-/// Train a small Qwen3-VL to read handwritten digits, its sequences and its vision tower sharded over ranks.
-#[derive(Debug, Clone, Parser)]
-#[command(name = "train-vlm", version)]
+/// Flags of the programs that train an architecture on digits; see [`Self::parse_for`].
+#[derive(Debug, Clone, Args)]
 pub struct TrainArgs {
     /// How ranks are started: as threads of this process, or as processes by torchrun, mpirun or srun
     #[arg(long, value_enum, default_value_t)]
@@ -90,7 +86,7 @@ pub struct TrainArgs {
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// Folder for metrics, summary, curve and checkpoints; what an earlier run left there is replaced
-    #[arg(long, value_name = "DIR", default_value = "runs/train-vlm")]
+    #[arg(long, value_name = "DIR", default_value = "runs/train")]
     pub out: PathBuf,
     /// Continue from the newest checkpoint in --out
     #[arg(long, conflicts_with = "compare")]
@@ -134,16 +130,32 @@ pub enum RunError {
 }
 
 impl TrainArgs {
+    /// The flags that the program of an architecture was started with. Ends the process where they are wrong, or ask for help.
+    #[must_use]
+    pub fn parse_for<A: Architecture>() -> Self {
+        // The derive puts the type's own documentation there, so these come last.
+        let command = Self::augment_args(clap::Command::new(A::PROGRAM))
+            .version(env!("CARGO_PKG_VERSION"))
+            .about(A::ABOUT)
+            .long_about(A::ABOUT)
+            .mut_arg("out", |arg| arg.default_value(A::OUT));
+        let matches = command.get_matches();
+        Self::from_arg_matches(&matches).unwrap_or_else(|error| error.exit())
+    }
+
     /// The run that file and flags describe, checked.
     ///
     /// # Errors
     /// A file that cannot be used, or a field out of range.
-    pub fn resolve(&self) -> Result<TrainConfig, RunError> {
+    pub fn resolve<A: Architecture>(&self) -> Result<TrainConfig<A>, RunError> {
         self.resolve_for(None)
     }
 
     /// [`Self::resolve`] for so many processes.
-    fn resolve_for(&self, processes: Option<usize>) -> Result<TrainConfig, RunError> {
+    fn resolve_for<A: Architecture>(
+        &self,
+        processes: Option<usize>,
+    ) -> Result<TrainConfig<A>, RunError> {
         let mut config = match &self.config {
             Some(path) => load_config(path)?,
             None => TrainConfig::default(),
@@ -183,15 +195,15 @@ impl TrainArgs {
 /// # Errors
 /// A wrong flag or file, a folder that cannot be written, a checkpoint that cannot be used, an environment that describes no rank,
 /// or a rank that failed.
-pub fn run(args: &TrainArgs) -> Result<bool, RunError> {
+pub fn run<A: Architecture>(args: &TrainArgs) -> Result<bool, RunError> {
     match args.launch {
-        Launch::Threads => report_run(args, args.resolve()?, Ranks::Threads),
+        Launch::Threads => report_run::<A>(args, args.resolve()?, Ranks::Threads),
         Launch::Env => {
             if let Some(ranks) = args.ranks {
                 return Err(RunError::RanksOfProcesses { ranks });
             }
             let place = Place::from_env().map_err(LaunchError::from)?;
-            let config = args.resolve_for(Some(place.world_size))?;
+            let config: TrainConfig<A> = args.resolve_for(Some(place.world_size))?;
             let options = process_options(config.device, config.deadline_seconds);
             if place.rank == 0 {
                 // Connects behind what can fail on this rank alone.
@@ -201,7 +213,7 @@ pub fn run(args: &TrainArgs) -> Result<bool, RunError> {
                 .resume
                 .then(|| checkpoints_in(&args.out).latest(&config));
             resumed.transpose()?;
-            let reporter = Reporter::<TrainConfig>::reader(&args.out);
+            let reporter = Reporter::<TrainConfig<A>>::reader(&args.out);
             catch_interrupts(reporter.interrupt(), Arc::default())?;
             let ranks = Ranks::Processes(place, options);
             let outcome = train_on(&config, ranks, Some(&reporter), (args.resume, args.compare))?;
@@ -243,7 +255,11 @@ pub(crate) fn catch_interrupts(
 }
 
 /// The run of a rank that prints and writes.
-fn report_run(args: &TrainArgs, config: TrainConfig, ranks: Ranks) -> Result<bool, RunError> {
+fn report_run<A: Architecture>(
+    args: &TrainArgs,
+    config: TrainConfig<A>,
+    ranks: Ranks,
+) -> Result<bool, RunError> {
     let resumed = if args.resume {
         Some(checkpoints_in(&args.out).latest(&config)?)
     } else {
@@ -274,7 +290,7 @@ fn report_run(args: &TrainArgs, config: TrainConfig, ranks: Ranks) -> Result<boo
     reporter.finish();
     let mut summary = summarize(&config, &outcome, interrupted);
     let curves = vec![(format!("{mesh}"), outcome.losses.clone())];
-    reporter.draw(TITLE, &curves)?;
+    reporter.draw(&title::<A>(), &curves)?;
     reporter.write_summary(&summary)?;
     done.store(true, Ordering::Relaxed);
     if args.compare && !interrupted {
@@ -284,12 +300,20 @@ fn report_run(args: &TrainArgs, config: TrainConfig, ranks: Ranks) -> Result<boo
     Ok(interrupted)
 }
 
+/// Losses by name.
+type Curves = Vec<(String, Vec<f64>)>;
+
+/// What the curve is called.
+fn title<A: Architecture>() -> String {
+    format!("{}: loss per answer digit", A::PROGRAM)
+}
+
 /// Trains with one rank as well, and reports how far the two are apart.
-fn compare(
-    config: &TrainConfig,
+fn compare<A: Architecture>(
+    config: &TrainConfig<A>,
     outcome: &Outcome,
-    (reporter, mut curves): (&Reporter, Vec<(String, Vec<f64>)>),
-    summary: &mut Summary,
+    (reporter, mut curves): (&Reporter<TrainConfig<A>>, Curves),
+    summary: &mut Summary<A>,
 ) -> Result<(), RunError> {
     println!("training with one rank from the same start ...");
     let reference = train_on(&config.on_one_rank(), Ranks::Threads, None, (false, true))?;
@@ -302,15 +326,15 @@ fn compare(
     summary.max_rel_diff = Some(loss);
     summary.max_rel_grad_diff = Some(gradient);
     curves.push(("one rank".to_owned(), reference.losses));
-    reporter.draw(TITLE, &curves)?;
+    reporter.draw(&title::<A>(), &curves)?;
     Ok(reporter.write_summary(summary)?)
 }
 
 /// Trains as threads, or as the process that it is.
-fn train_on(
-    config: &TrainConfig,
+fn train_on<A: Architecture>(
+    config: &TrainConfig<A>,
     ranks: Ranks,
-    reporter: Option<&Reporter>,
+    reporter: Option<&Reporter<TrainConfig<A>>>,
     (resume, keep_gradients): (bool, bool),
 ) -> Result<Outcome, LaunchError> {
     let process = match ranks {
@@ -320,7 +344,11 @@ fn train_on(
     train_on_device(config, process, reporter, (resume, keep_gradients))
 }
 
-fn summarize(config: &TrainConfig, outcome: &Outcome, interrupted: bool) -> Summary {
+fn summarize<A: Architecture>(
+    config: &TrainConfig<A>,
+    outcome: &Outcome,
+    interrupted: bool,
+) -> Summary<A> {
     Summary {
         ranks: config.ranks,
         steps: outcome.steps_done,
@@ -337,7 +365,7 @@ fn summarize(config: &TrainConfig, outcome: &Outcome, interrupted: bool) -> Summ
     }
 }
 
-fn show(summary: &Summary, out: &std::path::Path) {
+fn show<A: Architecture>(summary: &Summary<A>, out: &std::path::Path) {
     println!(
         "vision frames per rank: {:?}",
         summary.vision_frames_per_rank

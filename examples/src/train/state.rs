@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
-use super::{CheckpointError, TrainConfig};
+use super::{Architecture, CheckpointError, TrainConfig};
 
 /// What checkpoints must know of a run to continue it, and no other.
 pub trait RunConfig: Clone + Serialize + DeserializeOwned {
@@ -19,8 +19,8 @@ pub trait RunConfig: Clone + Serialize + DeserializeOwned {
     fn deciding(&self) -> Self;
 }
 
-impl RunConfig for TrainConfig {
-    const PROGRAM: &'static str = "train-vlm";
+impl<A: Architecture> RunConfig for TrainConfig<A> {
+    const PROGRAM: &'static str = A::PROGRAM;
 
     fn num_ranks(&self) -> usize {
         self.ranks

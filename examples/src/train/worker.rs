@@ -3,13 +3,11 @@
 use std::time::{Duration, Instant};
 
 use burn::{
-    backend::{Autodiff, autodiff::checkpoint::strategy::CheckpointStrategy},
     module::{AutodiffModule, Module, ModuleVisitor, Param},
     optim::{AdamWConfig, GradientsParams, Optimizer},
-    tensor::{Tensor, backend::AutodiffBackend},
+    tensor::Tensor,
 };
 use burn_cp::{
-    attention::{ContextParallelBackend, InnerAttention},
     comm::{self, CommError, Groups, RankContext},
     launch::{self, DeviceError, LaunchError, Process, RankDevice, ThreadsOptions},
     layout::LayoutError,
@@ -22,30 +20,16 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::{
-    CheckpointError, Outcome, ReportError, Reporter, TrainConfig, TrainConfigError, TrainState,
-    evaluate, outcome::NamedGradients, schedule::warmup_cosine, to_batch,
+    Architecture, CheckpointError, Outcome, ReportError, Reporter, TrainBackend, TrainConfig,
+    TrainConfigError, TrainModel, TrainState, evaluate, outcome::NamedGradients,
+    schedule::warmup_cosine,
 };
 use crate::{
-    data::{Pack, PackSource, Split, vocabulary},
-    models::qwen3_vl::{ConfigError, Qwen3Vl},
+    data::{Pack, PackSource, Split},
+    models::qwen3_vl::ConfigError,
 };
 
-/// A backend that the program can train on: autodiff over a backend that runs context-parallel attention.
-pub trait TrainBackend:
-    AutodiffBackend<InnerBackend = Self::Inner> + ContextParallelBackend
-{
-    /// The backend without autodiff, for evaluation.
-    type Inner: ContextParallelBackend<Device = Self::Device>;
-}
-
-impl<B, C> TrainBackend for Autodiff<B, C>
-where
-    B: InnerAttention + ContextParallelBackend,
-    C: CheckpointStrategy,
-    Self: AutodiffBackend<InnerBackend = B> + ContextParallelBackend<Device = B::Device>,
-{
-    type Inner = B;
-}
+type Sharded<A, B> = SequenceSharded<<A as Architecture>::Model<B>>;
 
 /// Why a rank stopped.
 #[derive(Debug, thiserror::Error)]
@@ -89,9 +73,9 @@ pub enum WorkerError {
 ///
 /// # Errors
 /// The first failure of the world.
-pub fn train<B: TrainBackend>(
-    config: &TrainConfig,
-    reporter: Option<&Reporter>,
+pub fn train<B: TrainBackend, A: Architecture>(
+    config: &TrainConfig<A>,
+    reporter: Option<&Reporter<TrainConfig<A>>>,
     resume: bool,
     keep_gradients: bool,
 ) -> Result<Outcome, LaunchError>
@@ -103,7 +87,7 @@ where
         ..ThreadsOptions::default()
     };
     let outcomes = launch::threads_with(config.ranks, options, |rank| {
-        Worker::<B>::new(config, &rank, reporter)?.run(resume, keep_gradients)
+        Worker::<B, A>::new(config, &rank, reporter)?.run(resume, keep_gradients)
     })?;
     Ok(outcomes.into_iter().next().unwrap_or_default())
 }
@@ -115,25 +99,25 @@ where
 ///
 /// # Errors
 /// The first failure of the world.
-pub fn train_as_process<B: TrainBackend>(
+pub fn train_as_process<B: TrainBackend, A: Architecture>(
     process: Process,
-    config: &TrainConfig,
-    reporter: Option<&Reporter>,
+    config: &TrainConfig<A>,
+    reporter: Option<&Reporter<TrainConfig<A>>>,
     resume: bool,
     keep_gradients: bool,
 ) -> Result<Outcome, LaunchError>
 where
     B::Device: RankDevice,
 {
-    process.run(|rank| Worker::<B>::new(config, &rank, reporter)?.run(resume, keep_gradients))
+    process.run(|rank| Worker::<B, A>::new(config, &rank, reporter)?.run(resume, keep_gradients))
 }
 
-struct Worker<'a, B: TrainBackend> {
-    config: &'a TrainConfig,
+struct Worker<'a, B: TrainBackend, A: Architecture> {
+    config: &'a TrainConfig<A>,
     /// Rank 0 only.
-    reporter: Option<&'a Reporter>,
+    reporter: Option<&'a Reporter<TrainConfig<A>>>,
     /// Every rank: checkpoints are read, and interrupts heard, by all.
-    shared: Option<&'a Reporter>,
+    shared: Option<&'a Reporter<TrainConfig<A>>>,
     device: B::Device,
     groups: Groups,
     /// Place along the data-parallel axis.
@@ -153,14 +137,14 @@ struct Counts {
     busy: Duration,
 }
 
-impl<'a, B: TrainBackend> Worker<'a, B>
+impl<'a, B: TrainBackend, A: Architecture> Worker<'a, B, A>
 where
     B::Device: RankDevice,
 {
     fn new(
-        config: &'a TrainConfig,
+        config: &'a TrainConfig<A>,
         rank: &RankContext,
-        reporter: Option<&'a Reporter>,
+        reporter: Option<&'a Reporter<TrainConfig<A>>>,
     ) -> Result<Self, WorkerError> {
         let mesh = config.mesh()?;
         let dp_rank = mesh
@@ -183,14 +167,17 @@ where
     }
 
     fn run(mut self, resume: bool, keep_gradients: bool) -> Result<Outcome, WorkerError> {
-        let mut model: Qwen3Vl<B> = self.config.model().init(&self.device, self.config.seed)?;
+        let mut model = self
+            .config
+            .model()
+            .init::<B>(&self.device, self.config.seed)?;
         if self.config.freeze_vision {
             model = model.freeze_vision();
         }
         let mut optimizer = AdamWConfig::new()
             .with_beta_2(self.config.beta_2 as f32)
             .with_weight_decay(self.config.weight_decay as f32)
-            .init::<B, SequenceSharded<Qwen3Vl<B>>>();
+            .init::<B, Sharded<A, B>>();
         let mut state = TrainState::new(self.config);
         let mut model = SequenceSharded::new::<B>(model, &self.cp)?;
         if let (true, Some(reporter)) = (resume, self.shared) {
@@ -245,21 +232,18 @@ where
     /// Loss and synchronised gradients of one optimizer step.
     fn gradients(
         &mut self,
-        model: &SequenceSharded<Qwen3Vl<B>>,
+        model: &Sharded<A, B>,
         step: u64,
     ) -> Result<(f64, GradientsParams), WorkerError> {
         let packs = self.packs_of(step);
         let start = Instant::now();
-        let batch = to_batch::<B>(
-            &packs,
-            self.packs.shape(),
-            vocabulary::SIZE,
-            self.config.alignment(),
-            &self.device,
-        )?;
+        let config = self.config;
+        let batch = config.batch::<B>(&packs, self.packs.shape(), &self.device)?;
         let step = self.cp.shard(batch, &self.device)?;
-        let logits = model.forward(&step)?;
-        let loss = step.cross_entropy(logits)?;
+        SequenceModel::<B>::capabilities(model)
+            .check_step(&step)
+            .map_err(StepError::from)?;
+        let loss = model.inner().loss(&step)?;
         let grads = GradientsParams::from_grads(loss.backward(), model);
         let grads = GradientSync::default().sync::<B, _>(grads, model, self.cp.loss_group());
         let value = loss.global_value();
@@ -282,10 +266,10 @@ where
         &mut self,
         packs: &[Pack],
         step: &CpStep<B>,
-        model: &SequenceSharded<Qwen3Vl<B>>,
+        model: &Sharded<A, B>,
     ) -> Result<(), WorkerError> {
         let rank = self.cp.group().rank();
-        let shares = step.frame_shares(&model.inner().model.visual)?;
+        let shares = step.frame_shares(model.inner().tower())?;
         self.counts.frames += shares.num_frames_per_rank()[rank] as u64;
         let plan = step.plan(MaskKind::CAUSAL)?;
         if plan.moves_tokens() {
@@ -308,12 +292,12 @@ where
     /// Reports, checkpoints, and asks whether to stop before the last step.
     fn after_step<O>(
         &mut self,
-        model: &SequenceSharded<Qwen3Vl<B>>,
+        model: &Sharded<A, B>,
         optimizer: &O,
-        state: &mut TrainState,
+        state: &mut TrainState<TrainConfig<A>>,
     ) -> Result<bool, WorkerError>
     where
-        O: Optimizer<SequenceSharded<Qwen3Vl<B>>, B>,
+        O: Optimizer<Sharded<A, B>, B>,
     {
         if self.shared.is_none() {
             return Ok(false);
@@ -353,7 +337,7 @@ where
     }
 
     /// Writes what every rank has counted into the state.
-    fn gather_counts(&self, state: &mut TrainState) -> Result<(), WorkerError> {
+    fn gather_counts(&self, state: &mut TrainState<TrainConfig<A>>) -> Result<(), WorkerError> {
         let counts = self
             .groups
             .world()?

@@ -4,9 +4,12 @@ use burn::backend::{
     Autodiff, NdArray,
     autodiff::checkpoint::strategy::{BalancedCheckpointing, CheckpointStrategy, NoCheckpointing},
 };
-use burn_cp_examples::train::{
-    Delivery, Exchange, Layout, ModelSize, TrainConfig, Vision, grid, max_rel_diff,
-    max_rel_grad_diff, train,
+use burn_cp_examples::{
+    models::{mimo_v2_flash::MimoV2FlashVlConfig, qwen3_vl::Qwen3VlConfig},
+    train::{
+        Architecture, Delivery, Exchange, Layout, ModelSize, TrainConfig, Vision, grid,
+        max_rel_diff, max_rel_grad_diff, train,
+    },
 };
 use burn_cp_tests::DEVICE;
 
@@ -26,8 +29,8 @@ fn every_pair_of_settings_trains_as_one_rank_does() {
 }
 
 /// In f64 nothing but the order of sums differs, so losses and all gradients agree far below any modelling error.
-fn agrees_in_f64<C: CheckpointStrategy>(freeze_vision: bool) {
-    let base = TrainConfig {
+fn agrees_in_f64<A: Architecture, C: CheckpointStrategy>(freeze_vision: bool) {
+    let base = TrainConfig::<A> {
         steps: 3,
         size: ModelSize::Tiny,
         tokens: 200,
@@ -35,8 +38,8 @@ fn agrees_in_f64<C: CheckpointStrategy>(freeze_vision: bool) {
         freeze_vision,
         ..TrainConfig::default()
     };
-    let train = |config: &TrainConfig| {
-        train::<Autodiff<NdArray<f64>, C>>(config, None, false, true).unwrap()
+    let train = |config: &TrainConfig<A>| {
+        train::<Autodiff<NdArray<f64>, C>, _>(config, None, false, true).unwrap()
     };
     let reference = train(&base.on_one_rank());
     for (ranks, dp, layout, exchange, vision) in [
@@ -95,7 +98,14 @@ fn agrees_in_f64<C: CheckpointStrategy>(freeze_vision: bool) {
 #[test]
 fn in_f64_losses_and_gradients_agree_to_nine_digits() {
     for freeze_vision in [false, true] {
-        agrees_in_f64::<NoCheckpointing>(freeze_vision);
-        agrees_in_f64::<BalancedCheckpointing>(freeze_vision);
+        agrees_in_f64::<Qwen3VlConfig, NoCheckpointing>(freeze_vision);
+        agrees_in_f64::<Qwen3VlConfig, BalancedCheckpointing>(freeze_vision);
     }
+}
+
+/// Windows, sinks and experts too; the loss has a part that balances experts over all tokens of a step.
+#[test]
+fn a_model_of_experts_agrees_in_f64() {
+    agrees_in_f64::<MimoV2FlashVlConfig, NoCheckpointing>(false);
+    agrees_in_f64::<MimoV2FlashVlConfig, BalancedCheckpointing>(true);
 }

@@ -6,7 +6,7 @@ use burn::tensor::{Tensor, activation, backend::Backend};
 use burn_cp::nn::{ContextParallelAttentionConfig, RotaryConfig};
 use serde::{Deserialize, Serialize};
 
-use super::validate::{ConfigError, validate};
+use super::{ConfigError, validate::validate};
 use crate::data::vocabulary;
 
 /// Configuration of a dense Qwen3-VL model (Bai et al., "Qwen3-VL Technical Report", 2025).
@@ -296,7 +296,8 @@ fn text_for_digits(vocab_size: usize) -> TextConfig {
     }
 }
 
-fn vision_for_digits() -> VisionConfig {
+/// The tower of [`Qwen3VlConfig::small`].
+pub(in crate::models) fn vision_for_digits() -> VisionConfig {
     VisionConfig {
         depth: 2,
         hidden_size: 64,

@@ -7,7 +7,6 @@
 
 mod config;
 mod geometry;
-mod init;
 mod positions;
 mod text;
 mod validate;
@@ -24,12 +23,19 @@ use burn_cp::{
     sharder::{CpStep, ModelCapabilities, StepError},
 };
 
+use super::{
+    init::{Filler, Scales},
+    place_media,
+};
+
+pub use crate::models::problems::{ConfigError, ConfigProblem};
+pub(in crate::models) use config::vision_for_digits;
 pub use config::{
     Activation, Initialization, Qwen3VlConfig, RopeParameters, TextConfig, VisionConfig,
 };
 pub use positions::{PositionError, mrope_positions};
 pub use text::{DecoderLayer, GatedMlp, Qwen3VlText};
-pub use validate::{ConfigError, ConfigProblem};
+pub(in crate::models) use validate::check_vision;
 pub use vision::{PatchEmbed, PatchMerger, Qwen3VlVision, VisionAttention, VisionBlock, VisionMlp};
 
 /// A Qwen3-VL model with its head: ids and media of a step in, logits out.
@@ -96,7 +102,13 @@ impl Qwen3VlConfig {
         device: &B::Device,
         seed: u64,
     ) -> Result<Qwen3Vl<B>, ConfigError> {
-        Ok(self.build(device)?.map(&mut init::Filler::new(self, seed)))
+        let (text, vision) = (&self.text_config, &self.vision_config);
+        let scales = Scales {
+            initialization: self.initialization,
+            text: (text.initializer_range, text.num_hidden_layers),
+            vision: (vision.initializer_range, vision.depth),
+        };
+        Ok(self.build(device)?.map(&mut Filler::new(scales, seed)))
     }
 }
 
@@ -132,9 +144,7 @@ impl<B: ContextParallelBackend> Qwen3VlModel<B> {
         let mut x = self.language_model.embed_tokens.forward(step.ids()?);
         let mut deepstack = Vec::new();
         if let Some(features) = step.encode_media(&self.visual)? {
-            let mask = step.media_mask().unsqueeze_dim::<3>(2).expand(x.dims());
-            // Filled, not multiplied: the embedding of the placeholder id gets no gradient from these tokens.
-            x = x.mask_fill(mask, 0.0) + step.scatter_media(features.embeddings);
+            x = place_media(x, features.embeddings, step);
             deepstack = features.deepstack;
         }
         Ok(self.language_model.forward(x, deepstack, step))

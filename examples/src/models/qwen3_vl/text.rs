@@ -86,24 +86,13 @@ pub struct DecoderLayer<B: Backend> {
 
 impl<B: Backend> DecoderLayer<B> {
     fn new(config: &TextConfig, device: &B::Device) -> Result<Self, NnError> {
-        let linear = |d_input, d_output| {
-            LinearConfig::new(d_input, d_output)
-                .with_bias(false)
-                .with_initializer(Initializer::Zeros)
-                .init(device)
-        };
         let (hidden, inner) = (config.hidden_size, config.intermediate_size);
         Ok(Self {
             self_attn: config
                 .attention()
                 .with_initializer(Initializer::Zeros)
                 .init(device)?,
-            mlp: GatedMlp {
-                gate_proj: linear(hidden, inner),
-                up_proj: linear(hidden, inner),
-                down_proj: linear(inner, hidden),
-                activation: config.hidden_act,
-            },
+            mlp: GatedMlp::new(hidden, inner, config.hidden_act, device),
             input_layernorm: norm(config, device),
             post_attention_layernorm: norm(config, device),
         })
@@ -140,8 +129,29 @@ pub struct GatedMlp<B: Backend> {
 }
 
 impl<B: Backend> GatedMlp<B> {
-    /// `[batch, tokens, hidden_size]` to the same shape.
-    pub fn forward(&self, x: Tensor<B, 3>) -> Tensor<B, 3> {
+    /// A layer with lazy zeros.
+    pub(in crate::models) fn new(
+        hidden: usize,
+        inner: usize,
+        activation: Activation,
+        device: &B::Device,
+    ) -> Self {
+        let linear = |d_input, d_output| {
+            LinearConfig::new(d_input, d_output)
+                .with_bias(false)
+                .with_initializer(Initializer::Zeros)
+                .init(device)
+        };
+        Self {
+            gate_proj: linear(hidden, inner),
+            up_proj: linear(hidden, inner),
+            down_proj: linear(inner, hidden),
+            activation,
+        }
+    }
+
+    /// `[.., hidden_size]` to the same shape.
+    pub fn forward<const D: usize>(&self, x: Tensor<B, D>) -> Tensor<B, D> {
         let gate = self.activation.forward(self.gate_proj.forward(x.clone()));
         self.down_proj.forward(gate * self.up_proj.forward(x))
     }

@@ -1,100 +1,14 @@
 //! What a configuration must fulfil.
 
-use std::fmt;
-
 use super::config::{Initialization, Qwen3VlConfig, TextConfig, VisionConfig};
-
-/// Every field of a configuration that is wrong.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("model configuration: {}", list(.problems))]
-pub struct ConfigError {
-    /// At least one.
-    pub problems: Vec<ConfigProblem>,
-}
-
-/// A field that is wrong.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ConfigProblem {
-    /// Path of the field, e.g. `text_config.head_dim`.
-    pub path: &'static str,
-    /// What would be legal.
-    pub expected: String,
-    /// The value found.
-    pub got: String,
-}
-
-impl fmt::Display for ConfigProblem {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "{}: expected {}, got {}",
-            self.path, self.expected, self.got
-        )
-    }
-}
-
-fn list(problems: &[ConfigProblem]) -> String {
-    problems
-        .iter()
-        .map(ToString::to_string)
-        .collect::<Vec<_>>()
-        .join("; ")
-}
-
-#[derive(Default)]
-struct Problems(Vec<ConfigProblem>);
-
-impl Problems {
-    fn require(
-        &mut self,
-        legal: bool,
-        path: &'static str,
-        expected: impl Into<String>,
-        got: impl fmt::Debug,
-    ) {
-        if !legal {
-            self.0.push(ConfigProblem {
-                path,
-                expected: expected.into(),
-                got: format!("{got:?}"),
-            });
-        }
-    }
-
-    /// Remainders by a size of 0 are left to the check of that size.
-    fn divides(&mut self, path: &'static str, value: usize, by: usize, name: &str) {
-        let expected = format!("a multiple of {name} ({by})");
-        self.require(by == 0 || value.is_multiple_of(by), path, expected, value);
-    }
-
-    fn positive(&mut self, sizes: &[(&'static str, usize)]) {
-        for &(path, size) in sizes {
-            self.require(size > 0, path, "at least 1", size);
-        }
-    }
-
-    fn positive_number(&mut self, path: &'static str, value: f64) {
-        self.require(
-            value.is_finite() && value > 0.0,
-            path,
-            "a positive number",
-            value,
-        );
-    }
-}
+use crate::models::problems::{ConfigError, Problems};
 
 pub(super) fn validate(config: &Qwen3VlConfig) -> Result<(), ConfigError> {
     let mut problems = Problems::default();
     check_text(&config.text_config, &mut problems);
     check_vision(&config.vision_config, &mut problems);
     check_together(config, &mut problems);
-    if problems.0.is_empty() {
-        Ok(())
-    } else {
-        Err(ConfigError {
-            problems: problems.0,
-        })
-    }
+    problems.into_result()
 }
 
 fn check_text(text: &TextConfig, problems: &mut Problems) {
@@ -143,7 +57,8 @@ fn check_text(text: &TextConfig, problems: &mut Problems) {
     }
 }
 
-fn check_vision(vision: &VisionConfig, problems: &mut Problems) {
+/// For any model whose configuration holds a `vision_config`.
+pub(in crate::models) fn check_vision(vision: &VisionConfig, problems: &mut Problems) {
     problems.positive(&[
         ("vision_config.depth", vision.depth),
         ("vision_config.hidden_size", vision.hidden_size),

@@ -48,7 +48,7 @@ pub struct Qwen3VlVision<B: Backend> {
 
 impl<B: Backend> Qwen3VlVision<B> {
     /// A tower with lazy parameters; `config` is a valid one.
-    pub(super) fn new(config: &VisionConfig, device: &B::Device) -> Self {
+    pub(in crate::models) fn new(config: &VisionConfig, device: &B::Device) -> Self {
         let hidden = config.hidden_size;
         let pos_embed = EmbeddingConfig::new(config.num_position_embeddings, hidden)
             .with_initializer(Initializer::Zeros);

@@ -11,19 +11,29 @@ use burn::{
 use rand::{Rng, SeedableRng, rngs::StdRng};
 use sha2::{Digest, Sha256};
 
-use super::config::{Initialization, Qwen3VlConfig};
+use super::qwen3_vl::Initialization;
 
 /// Replaces every parameter by an initial one; `module.map(&mut filler)`.
-pub(super) struct Filler<'a> {
-    config: &'a Qwen3VlConfig,
+pub(super) struct Filler {
+    scales: Scales,
     seed: u64,
     path: Vec<String>,
 }
 
-impl<'a> Filler<'a> {
-    pub(super) fn new(config: &'a Qwen3VlConfig, seed: u64) -> Self {
+/// What the standard deviations of a model follow from.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Scales {
+    pub(super) initialization: Initialization,
+    /// Standard deviation and layers of the decoder.
+    pub(super) text: (f64, usize),
+    /// Those of the vision tower, whose parameters stand below `visual`.
+    pub(super) vision: (f64, usize),
+}
+
+impl Filler {
+    pub(super) fn new(scales: Scales, seed: u64) -> Self {
         Self {
-            config,
+            scales,
             seed,
             path: Vec::new(),
         }
@@ -35,17 +45,15 @@ impl<'a> Filler<'a> {
 
     /// Standard deviation of the matrix at the current path, `[inputs, outputs]` or `[entries, width]`.
     fn std(&self, dims: &[usize]) -> f64 {
-        let (text, vision) = (&self.config.text_config, &self.config.vision_config);
-        let is_vision = self.has("visual");
-        let published = if is_vision {
-            vision.initializer_range
+        let (published, num_layers) = if self.has("visual") {
+            self.scales.vision
         } else {
-            text.initializer_range
+            self.scales.text
         };
         let Initialization::FanIn {
             embedding_std,
             position_std,
-        } = self.config.initialization
+        } = self.scales.initialization
         else {
             return published;
         };
@@ -55,12 +63,13 @@ impl<'a> Filler<'a> {
         if self.has("pos_embed") {
             return position_std;
         }
-        let fan_in = 1.0 / (dims[0].max(1) as f64).sqrt();
-        let num_layers = if is_vision {
-            vision.depth
+        // A router's matrix is `[experts, inputs]`.
+        let inputs = if self.has("gate") {
+            dims[dims.len() - 1]
         } else {
-            text.num_hidden_layers
+            dims[0]
         };
+        let fan_in = 1.0 / (inputs.max(1) as f64).sqrt();
         // The second and last name that a block writes into its residual stream with.
         let writes = (self.has("layers") && (self.has("o_proj") || self.has("down_proj")))
             || (self.has("blocks") && (self.has("proj") || self.has("linear_fc2")));
@@ -75,7 +84,7 @@ impl<'a> Filler<'a> {
         let len = dims.iter().product();
         match self.path.last().map(String::as_str) {
             Some("gamma") => vec![1.0; len],
-            Some("bias" | "beta") => vec![0.0; len],
+            Some("bias" | "beta" | "e_score_correction_bias") => vec![0.0; len],
             _ => {
                 let std = self.std(dims);
                 let mut values = normal(self.seed, &self.path.join("."), len);
@@ -86,7 +95,7 @@ impl<'a> Filler<'a> {
     }
 }
 
-impl<B: Backend> ModuleMapper<B> for Filler<'_> {
+impl<B: Backend> ModuleMapper<B> for Filler {
     fn enter_module(&mut self, name: &str, _container_type: &str) {
         self.path.push(name.to_owned());
     }
@@ -99,8 +108,9 @@ impl<B: Backend> ModuleMapper<B> for Filler<'_> {
         let dims: [usize; D] = param.lazy_shape().dims();
         let data = TensorData::new(self.values(&dims), dims);
         let value = Tensor::from_data(data, &param.lazy_device());
-        let (id, _, mapper) = param.consume();
-        Param::from_mapped_value(id, value.require_grad(), mapper)
+        let (id, old, mapper) = param.consume();
+        let value = value.set_require_grad(old.is_require_grad());
+        Param::from_mapped_value(id, value, mapper)
     }
 }
 
