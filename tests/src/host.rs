@@ -141,6 +141,16 @@ pub fn ints<B: Backend, const D: usize>(tensor: &Tensor<B, D, Int>) -> Vec<i64> 
     tensor.to_data().iter::<i64>().collect()
 }
 
+/// Booleans as integers. Burn's CubeCL backends launch a kernel without units on what has no elements, which CUDA refuses, and then
+/// everything that comes after it.
+pub fn bools_as_ints<B: Backend, const D: usize>(bools: Tensor<B, D, Bool>) -> Tensor<B, D, Int> {
+    let shape = bools.dims();
+    if shape.contains(&0) {
+        return Tensor::empty(shape, &bools.device());
+    }
+    bools.int()
+}
+
 /// The bits of the values: equal only where the values are the same to the last bit.
 pub fn to_bits<B: Backend, const D: usize>(tensor: &Tensor<B, D>) -> Vec<u64> {
     floats(tensor).into_iter().map(f64::to_bits).collect()

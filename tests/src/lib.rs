@@ -23,7 +23,7 @@ pub use cases::{
 };
 pub use device::{device, enter_rank};
 pub use forms::Form;
-pub use host::{Host, floats, ints, relative_error, to_bits};
+pub use host::{Host, bools_as_ints, floats, ints, relative_error, to_bits};
 pub use random::Random;
 pub use worlds::{backward, on_groups, on_ranks, sharder, with_deadline};
 

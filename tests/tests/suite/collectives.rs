@@ -14,8 +14,8 @@ use burn_cp::{
     comm::ProcessGroup,
 };
 use burn_cp_tests::{
-    DTYPES, Host, Random, TestBackend, backward, device, floats, on_groups, on_ranks, to_bits,
-    with_deadline,
+    DTYPES, Host, Random, TestBackend, backward, bools_as_ints, device, floats, on_groups,
+    on_ranks, to_bits, with_deadline,
 };
 use proptest::prelude::*;
 use std::time::{Duration, Instant};
@@ -81,7 +81,7 @@ fn integers_and_booleans_arrive_as_planned<B: CollectiveBackend>() {
             });
             let got = on_ranks(world_size, |group| {
                 let mask: Tensor<B, 3, Bool> = inputs[group.rank()].bool_tensor();
-                Host::of::<B, Int>(&op.moving(mask, &group).int())
+                Host::of::<B, Int>(&bools_as_ints(op.moving(mask, &group)))
             });
             assert_eq!(got, op.on_host(&inputs), "{op:?}");
         }

@@ -48,9 +48,9 @@ impl Run<'_> {
                 let (start, len) = run(given.range.start, given.range.len());
                 (given.destination, start, len)
             });
-        let gives: Vec<_> = gives.collect();
+        let mut gives: Vec<_> = gives.collect();
         let mut end = 0;
-        let (mut takes, mut copies) = (Vec::new(), Vec::new());
+        let mut takes = Vec::new();
         for piece in &work.takes {
             let (start, len) = run(end, piece.range.len());
             end += piece.range.len();
@@ -58,10 +58,10 @@ impl Run<'_> {
                 continue;
             }
             if piece.source == rank {
-                copies.push((run(piece.range.start, 0).0, start, len));
-            } else {
-                takes.push((piece.source, start, len));
+                // NCCL moves a rank's own rows while those of others are on their way.
+                gives.push((rank, run(piece.range.start, 0).0, len));
             }
+            takes.push((piece.source, start, len));
         }
         // Nothing to read from, or to write to: the device has no buffer for it.
         let named: Vec<_> = [&from, &to]
@@ -83,11 +83,7 @@ impl Run<'_> {
                     queue.receive(source, output + start, len)?;
                 }
                 Ok(())
-            })?;
-            for &(from, to, len) in &copies {
-                queue.copy(input + from, output + to, len)?;
-            }
-            Ok(())
+            })
         });
         Ok(Box::new(move || {
             on_its_way.arrive();

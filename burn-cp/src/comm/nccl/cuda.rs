@@ -74,14 +74,6 @@ impl Stream {
         })
     }
 
-    /// Copies between two buffers of the device that do not overlap, as the stream's next operation.
-    pub(super) fn copy(&self, from: u64, to: u64, num_bytes: usize) -> Result<(), NcclError> {
-        // SAFETY: the caller keeps both buffers until the operation has ended.
-        driver("copying", unsafe {
-            result::memcpy_dtod_async(to, from, num_bytes, self.stream)
-        })
-    }
-
     /// Uninitialised memory that is freed, as the stream's next operation, when it is dropped.
     pub(super) fn scratch(&self, num_bytes: usize) -> Result<Scratch<'_>, NcclError> {
         // SAFETY: the stream is alive.

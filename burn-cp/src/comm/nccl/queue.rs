@@ -93,11 +93,6 @@ impl Queue<'_> {
         accepted("receiving", code, Some(self.raw))
     }
 
-    /// A copy from this device to itself.
-    pub(crate) fn copy(&self, from: u64, to: u64, num_bytes: usize) -> Result<(), NcclError> {
-        self.stream.copy(from, to, num_bytes)
-    }
-
     /// Equal parts of all ranks, one behind the other.
     pub(crate) fn all_gather(&self, from: u64, to: u64, num_bytes: usize) -> Result<(), NcclError> {
         // SAFETY: as for `send` and `receive`.

@@ -13,7 +13,7 @@ use burn_cp::{
 };
 use burn_cp_examples::train::Device;
 use burn_cp_tests::{
-    DEVICE, DTYPES, Host, Random, TestBackend, backward, device, on_ranks, to_bits,
+    DEVICE, DTYPES, Host, Random, TestBackend, backward, bools_as_ints, device, on_ranks, to_bits,
 };
 
 use crate::{
@@ -114,7 +114,7 @@ fn integers_and_booleans(group: &ProcessGroup, random: &mut Random) {
     }
     fn bools<B: CollectiveBackend>(op: &Operation, inputs: &[Host], group: &ProcessGroup) -> Host {
         let mine = inputs[group.rank()].bool_tensor::<B>();
-        Host::of::<B, Int>(&op.moving(mine, group).int())
+        Host::of::<B, Int>(&bools_as_ints(op.moving(mine, group)))
     }
     for kind in KINDS {
         let op = Operation::random(kind, group.size(), random);
