@@ -129,6 +129,10 @@ impl<B: Backend> Payload<B> {
 
     /// Rows `indices` of `dim`, in their order.
     pub(crate) fn select(self, dim: usize, indices: &[usize]) -> Self {
+        // CUDA refuses kernels without units, and then all that comes after them.
+        if indices.is_empty() || self.is_empty() {
+            return self.zeros_like(dim, indices.len());
+        }
         #[allow(
             clippy::cast_possible_wrap,
             reason = "indices of a tensor that is there fit into 63 bits"
