@@ -1,7 +1,7 @@
 //! How long attention will take with each strategy, and which one is fastest.
 //!
-//! A model with two resources per rank: arithmetic at a constant rate, and a link that sends and receives at the same time, with
-//! a time per message. It ranks strategies and layouts; it does not know kernels, topologies or what else a device does.
+//! A model with three resources per rank: arithmetic at a constant rate, a link that sends and receives at the same time, with
+//! a time per message, and memory in which rows are put together for it. It ranks strategies and layouts; it does not know kernels, topologies or what else a device does.
 
 use super::{AttentionPlan, CostShape, ExchangeBytes, ExchangeStrategy, MaskKind, PlanError};
 use crate::layout::Visibility;
@@ -15,17 +15,20 @@ pub struct Hardware {
     pub tflops: f64,
     /// Microseconds that a message takes besides its bytes.
     pub latency_us: f64,
+    /// Gigabytes per second at which a rank puts rows together that travel, takes them apart, and adds up gradients.
+    pub copy_gbs: f64,
     /// Whether a rank computes while its messages travel.
     pub overlap: bool,
 }
 
 impl Default for Hardware {
-    /// Round figures for a GPU of the H100 class on NVLink, in bf16. For anything else, measure.
+    /// Round figures of two H200 on NVLink in bf16 (`benches/results`). For anything else, measure.
     fn default() -> Self {
         Self {
             link_gbs: 280.0,
-            tflops: 300.0,
+            tflops: 500.0,
             latency_us: 10.0,
+            copy_gbs: 600.0,
             overlap: true,
         }
     }
@@ -46,6 +49,8 @@ pub struct RankCost {
     pub compute_ms: f64,
     /// Milliseconds in which its link is busy.
     pub transfer_ms: f64,
+    /// Milliseconds in which its memory is busy with rows that travel.
+    pub copy_ms: f64,
     /// Milliseconds in all: less than the sum where they overlap.
     pub predicted_ms: f64,
 }
@@ -195,6 +200,11 @@ impl AttentionPlan {
         };
         let pass =
             |compute: f64, transfer: f64| compute + transfer - transfer.min(compute * hidden);
+        let copy_ms = if bytes.received == 0 && bytes.sent == 0 {
+            0.0
+        } else {
+            copied_bytes(strategy, shape, plan.tokens) / (hardware.copy_gbs * 1e6)
+        };
         RankCost {
             tokens: plan.tokens,
             area,
@@ -202,7 +212,8 @@ impl AttentionPlan {
             buffer_bytes: self.buffer_bytes(strategy, shape, rank),
             compute_ms: forward + backward,
             transfer_ms: out + back,
-            predicted_ms: pass(forward, out) + pass(backward, back),
+            copy_ms,
+            predicted_ms: pass(forward, out) + pass(backward, back) + copy_ms,
         }
     }
 
@@ -233,6 +244,18 @@ impl AttentionPlan {
             _ => local,
         }
     }
+}
+
+/// Bytes of a rank's own shard that are copied for an exchange, forward and backward: heads are cut up and put together again on
+/// either way; keys and values are put together in both passes, and so are their gradients, which are added up in one and a half.
+fn copied_bytes(strategy: ExchangeStrategy, shape: &CostShape, tokens: usize) -> f64 {
+    let kv = shape.kv_bytes_per_token() as f64;
+    let heads = (shape.q_bytes_per_token() + shape.out_bytes_per_token()) as f64 + kv;
+    tokens as f64
+        * match strategy {
+            ExchangeStrategy::HeadAllToAll => 4.0 * heads,
+            _ => 4.5 * kv,
+        }
 }
 
 impl From<MaskKind> for Visibility {

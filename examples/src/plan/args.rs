@@ -157,8 +157,11 @@ pub struct PlanArgs {
     /// Gigabytes per second that a rank sends, and receives at the same time
     #[arg(long, default_value_t = 280.0)]
     pub link_gbs: f64,
+    /// Gigabytes per second at which a rank copies rows that travel
+    #[arg(long, default_value_t = 600.0)]
+    pub copy_gbs: f64,
     /// 10^12 floating-point operations per second that attention reaches on a rank
-    #[arg(long, default_value_t = 300.0)]
+    #[arg(long, default_value_t = 500.0)]
     pub tflops: f64,
     /// Microseconds of a message besides its bytes
     #[arg(long, default_value_t = 10.0)]
@@ -214,7 +217,11 @@ impl PlanArgs {
         if !self.heads.is_multiple_of(self.kv_heads) {
             return flag("kv-heads", "a divisor of --heads", &self.kv_heads);
         }
-        for (name, value) in [("link-gbs", self.link_gbs), ("tflops", self.tflops)] {
+        for (name, value) in [
+            ("link-gbs", self.link_gbs),
+            ("copy-gbs", self.copy_gbs),
+            ("tflops", self.tflops),
+        ] {
             if !value.is_finite() || value <= 0.0 {
                 return flag(name, "a number above 0", &value);
             }
@@ -323,6 +330,7 @@ impl PlanArgs {
         Hardware {
             link_gbs: self.link_gbs,
             tflops: self.tflops,
+            copy_gbs: self.copy_gbs,
             latency_us: self.latency_us,
             overlap: !self.no_overlap,
         }

@@ -180,6 +180,7 @@ fn the_slow_part_decides() {
         link_gbs,
         tflops,
         latency_us: 0.0,
+        copy_gbs: 1e9,
         overlap: true,
     };
     assert_eq!(
@@ -219,6 +220,7 @@ fn time_is_work_and_bytes_at_their_rates() {
         link_gbs: 1.0,
         tflops: 1.0,
         latency_us: 10.0,
+        copy_gbs: 2.0,
         overlap: false,
     };
     let cost = plan
@@ -236,7 +238,10 @@ fn time_is_work_and_bytes_at_their_rates() {
     let once = 2.0 * SHAPE.kv_bytes_per_token() as f64 / 1e6 + 0.01;
     // Keys and values in forward and again in backward, where their gradients return.
     assert!((cost.ranks[1].transfer_ms - 3.0 * once).abs() < 1e-12);
-    assert!((cost.ranks[1].predicted_ms - cost.ranks[1].compute_ms - 3.0 * once).abs() < 1e-12);
+    let copies = 4.5 * 2.0 * SHAPE.kv_bytes_per_token() as f64 / 2e6;
+    assert!((cost.ranks[1].copy_ms - copies).abs() < 1e-12);
+    let sum = cost.ranks[1].compute_ms + 3.0 * once + copies;
+    assert!((cost.ranks[1].predicted_ms - sum).abs() < 1e-12);
     let overlapped = plan
         .predict(
             ExchangeStrategy::NeededOnly,
