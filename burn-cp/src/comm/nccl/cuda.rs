@@ -74,6 +74,16 @@ impl Stream {
         })
     }
 
+    /// Whether the device still works: a kernel's illegal address, whoever's kernel it was, fails all that comes behind it in the context.
+    pub(super) fn check(&self) -> Result<(), NcclError> {
+        self.enter()?;
+        // SAFETY: the stream is alive.
+        match unsafe { sys::cuStreamQuery(self.stream) } {
+            sys::CUresult::CUDA_SUCCESS | sys::CUresult::CUDA_ERROR_NOT_READY => Ok(()),
+            other => driver("the device's work so far", other.result()),
+        }
+    }
+
     /// Copies between two buffers of the device that do not overlap, as the stream's next operation.
     pub(super) fn copy(&self, from: u64, to: u64, num_bytes: usize) -> Result<(), NcclError> {
         // SAFETY: the caller keeps both buffers until the operation has ended.
