@@ -10,7 +10,7 @@ use burn::{
 use burn_cp::{
     batch::{Media, SequenceBatch},
     collectives,
-    comm::{self, ProcessGroup, RankContext},
+    comm::{self, Groups, ProcessGroup, RankContext},
     layout::{Documents, LayoutPolicy, Placement},
     mesh::DeviceMesh,
     nn::SequenceSharded,
@@ -20,7 +20,13 @@ use burn_cp::{
     vision::VisionShardingConfig,
 };
 
-use crate::model::{B, Decoder, Fault, FaultyTower, Inner, Output, Patches, Run, Twist, VOCAB};
+use burn_cp_tests::{OTHER_DTYPE, device, enter_rank, faults::WARM_UP};
+
+#[cfg(feature = "cuda")]
+use crate::illegal_address;
+use crate::model::{
+    B, Decoder, Fault, FaultyTower, Inner, Output, Patches, Run, Twist, VOCAB, fork,
+};
 
 /// Something that goes wrong on one rank, and the mesh on which it does.
 #[derive(Debug, Clone, Copy)]
@@ -37,6 +43,15 @@ pub(crate) struct Scenario {
 impl Scenario {
     pub(crate) fn world_size(&self) -> usize {
         self.mesh.iter().product()
+    }
+
+    /// The same with nothing that goes wrong.
+    fn without_fault(self) -> Self {
+        Self {
+            rank: usize::MAX,
+            kind: Kind::Leave,
+            ..self
+        }
     }
 
     /// Heads of queries, and of keys and values: as many as can be dealt out, where they are.
@@ -58,6 +73,20 @@ enum Act {
     HostMessage,
     Shape,
     Dtype,
+    /// A kernel writes where nothing is; for so long the rank submits nothing more.
+    #[cfg(feature = "cuda")]
+    IllegalAddress(Duration),
+}
+
+impl Act {
+    fn may_never_end(self) -> bool {
+        match self {
+            Self::Sleep => true,
+            #[cfg(feature = "cuda")]
+            Self::IllegalAddress(_) => true,
+            _ => false,
+        }
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -107,10 +136,10 @@ fn exchange_of(name: &str) -> (ExchangeStrategy, bool, &str) {
 pub(crate) fn scenario(name: &str) -> Option<Scenario> {
     use Kind::*;
     let (exchange, overlap, name) = exchange_of(name);
-    let (name, mesh, rank) = match name.strip_prefix("mesh-") {
-        Some(name) => (name, [2, 2], 3),
-        None => (name, [1, 3], 1),
-    };
+    let worlds = [("mesh-", [2, 2], 3), ("two-", [1, 2], 1), ("", [1, 3], 1)];
+    let (name, mesh, rank) = worlds
+        .into_iter()
+        .find_map(|(prefix, mesh, rank)| Some((name.strip_prefix(prefix)?, mesh, rank)))?;
     let kind = match name {
         "panic-in-forward" => Forward(Act::Panic),
         "panic-with-a-value" => Forward(Act::PanicValue),
@@ -148,26 +177,30 @@ pub(crate) fn scenario(name: &str) -> Option<Scenario> {
         "shared-leaf" => SharedLeaf,
         "lazy-parameters" => LazyParameters,
         "other-parameters-trained" => Frozen,
-        "no-fault" => {
-            return Some(Scenario {
-                mesh,
-                rank: usize::MAX,
-                exchange,
-                overlap,
-                kind: Leave,
-                detached: false,
-            });
-        }
+        // The watchdog looks several times.
+        #[cfg(feature = "cuda")]
+        "illegal-address-in-forward" => Forward(Act::IllegalAddress(Duration::from_millis(500))),
+        // The host goes on at once.
+        #[cfg(feature = "cuda")]
+        "illegal-address-in-backward" => Backward(Act::IllegalAddress(Duration::ZERO)),
+        "no-fault" => Leave,
         _ => return None,
     };
-    let detached = matches!(kind, Forward(Act::Sleep) | Backward(Act::Sleep));
-    Some(Scenario {
+    let detached = match kind {
+        Forward(act) | Backward(act) => act.may_never_end(),
+        _ => false,
+    };
+    let scenario = Scenario {
         mesh,
         rank,
         exchange,
         overlap,
         kind,
         detached,
+    };
+    Some(match name {
+        "no-fault" => scenario.without_fault(),
+        _ => scenario,
     })
 }
 
@@ -203,12 +236,31 @@ impl Setting {
 
 type AnyError = Box<dyn Error + Send + Sync>;
 
-/// One training step of one rank.
-pub(crate) fn run_rank(context: &RankContext, setting: &Setting) -> Result<f64, AnyError> {
-    let device = Default::default();
-    let scenario = setting.scenario;
-    let at = |kind: Kind| context.rank() == scenario.rank && scenario.kind == kind;
+/// One rank: on devices a step that goes right, since kernels are compiled in the first one, and then the step of the scenario.
+/// `starts` is called before it.
+pub(crate) fn run_rank(
+    context: &RankContext,
+    setting: &Setting,
+    starts: impl FnOnce(),
+) -> Result<f64, AnyError> {
+    enter_rank(context);
     let groups = comm::bind(&setting.mesh, context)?;
+    if WARM_UP {
+        train_step(context, setting, &groups, setting.scenario.without_fault())?;
+        groups.world()?.barrier()?;
+    }
+    starts();
+    train_step(context, setting, &groups, setting.scenario)
+}
+
+fn train_step(
+    context: &RankContext,
+    setting: &Setting,
+    groups: &Groups,
+    scenario: Scenario,
+) -> Result<f64, AnyError> {
+    let device = device();
+    let at = |kind: Kind| context.rank() == scenario.rank && scenario.kind == kind;
     let layout = if at(Kind::Layout) {
         LayoutPolicy::HeadTail
     } else {
@@ -221,14 +273,14 @@ pub(crate) fn run_rank(context: &RankContext, setting: &Setting) -> Result<f64, 
         vision: VisionShardingConfig::always(),
         ..Default::default()
     };
-    let cp = ContextParallel::new(&groups, config)?;
+    let cp = ContextParallel::new(groups, config)?;
     let mut model = match scenario.kind {
         Kind::LazyParameters if context.rank() == scenario.rank => {
-            setting.lazy.clone().fork(&device)
+            fork(setting.lazy.clone(), &device)
         }
-        // The faulty rank and the next one.
-        Kind::SharedLeaf if context.rank() >= scenario.rank => setting.model.clone(),
-        _ => setting.model.clone().fork(&device),
+        // The last two ranks.
+        Kind::SharedLeaf if context.rank() + 2 >= scenario.world_size() => setting.model.clone(),
+        _ => fork(setting.model.clone(), &device),
     };
     if at(Kind::Frozen) {
         model = model.with_frozen_embedding();
@@ -244,7 +296,7 @@ pub(crate) fn run_rank(context: &RankContext, setting: &Setting) -> Result<f64, 
     let step = cp.shard(batch(replica, &at, lengths, &device), &device)?;
     let fault = decoder_fault(scenario, context.rank(), step.group());
     let tower = FaultyTower {
-        patches: setting.tower.clone().fork(&device),
+        patches: fork(setting.tower.clone(), &device),
         fault: tower_fault(scenario, context.rank(), step.group()),
         output: match scenario.kind {
             Kind::TowerOutput(output) if context.rank() == scenario.rank => output,
@@ -269,7 +321,7 @@ pub(crate) fn run_rank(context: &RankContext, setting: &Setting) -> Result<f64, 
         return Ok(0.0);
     }
     let grads = GradientsParams::from_grads(loss.backward(), &model);
-    let grads = optim::sync_gradients::<B, _>(grads, &model, &groups, &["dp", "cp"])?;
+    let grads = optim::sync_gradients::<B, _>(grads, &model, groups, &["dp", "cp"])?;
     let (_, norm) = optim::clip_by_global_norm::<B, _>(grads, &model, 1.0);
     Ok(norm)
 }
@@ -366,7 +418,7 @@ fn tower_fault(scenario: Scenario, rank: usize, group: &ProcessGroup) -> Fault {
 fn run(act: Act, odd: bool, group: &ProcessGroup) -> Option<Arc<Run>> {
     let (group, host) = (group.clone(), group.clone());
     let all_reduce = move |len: usize, dtype: DType| {
-        let zeros = Tensor::<Inner, 1>::zeros([len], (&Default::default(), dtype));
+        let zeros = Tensor::<Inner, 1>::zeros([len], (&device(), dtype));
         let _ = collectives::all_reduce(zeros, &group);
     };
     let on_all = matches!(act, Act::Shape | Act::Dtype);
@@ -380,6 +432,15 @@ fn run(act: Act, odd: bool, group: &ProcessGroup) -> Option<Arc<Run>> {
         Act::OtherCollective => Arc::new(move || all_reduce(4, DType::F32)),
         Act::HostMessage => Arc::new(move || collectives::barrier(&host)),
         Act::Shape => Arc::new(move || all_reduce(5, DType::F32)),
-        Act::Dtype => Arc::new(move || all_reduce(4, DType::F64)),
+        Act::Dtype => Arc::new(move || all_reduce(4, OTHER_DTYPE)),
+        #[cfg(feature = "cuda")]
+        Act::IllegalAddress(pause) => {
+            let gpu = device::<cubecl::cuda::CudaDevice>().index;
+            Arc::new(move || {
+                illegal_address::write(gpu)
+                    .unwrap_or_else(|error| panic!("the kernel does not start: {error}"));
+                thread::sleep(pause);
+            })
+        }
     })
 }
