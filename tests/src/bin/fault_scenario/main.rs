@@ -10,6 +10,7 @@
 mod illegal_address;
 mod model;
 mod scenarios;
+mod step;
 
 use std::{
     process::ExitCode,
@@ -26,7 +27,8 @@ use burn_cp::{
 };
 
 use burn_cp_tests::faults::{DEADLINE, PATIENCE, WARM_UP};
-use scenarios::{Scenario, run_rank, scenario};
+use scenarios::{Scenario, scenario};
+use step::{Setting, run_rank};
 
 /// When the step began in which something goes wrong.
 struct Clock(Mutex<Instant>);
@@ -87,7 +89,7 @@ fn as_process(scenario: Scenario) -> ExitCode {
     let start = Instant::now();
     // The same weights in every process.
     model::B::seed(&Default::default(), 7);
-    let setting = scenarios::Setting::new(scenario);
+    let setting = Setting::new(scenario);
     let result = launch::process_with(options, |context| run_rank(&context, &setting, || {}));
     let failed = result.is_err();
     let (rank, op, cause) = described(result.map(|_| ()));
@@ -126,7 +128,7 @@ fn launch(scenario: Scenario, clock: &Arc<Clock>, ended: &Ended) -> Result<(), L
         ..ThreadsOptions::default()
     };
     let (world_size, detached, ended) = (scenario.world_size(), scenario.detached, ended.clone());
-    let setting = scenarios::Setting::new(scenario);
+    let setting = Setting::new(scenario);
     let clock = clock.clone();
     let rank = move |context: RankContext| {
         let _note = Note {
