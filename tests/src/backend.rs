@@ -13,6 +13,7 @@ mod chosen {
         super::DType::F32,
         super::DType::F64,
     ];
+    pub(super) const OTHER_DTYPE: super::DType = super::DType::F64;
     pub(super) const HEAD_DIM_STEP: usize = 1;
     pub(super) const DEVICE: super::Device = super::Device::Cpu;
 }
@@ -25,6 +26,7 @@ mod chosen {
     #[cfg(feature = "fused")]
     pub(super) type TestBackend = burn::backend::Wgpu<f32, i32, u32>;
     pub(super) const DTYPES: &[super::DType] = &[super::DType::F32];
+    pub(super) const OTHER_DTYPE: super::DType = super::DType::F16;
     pub(super) const HEAD_DIM_STEP: usize = 8;
     pub(super) const DEVICE: super::Device = super::Device::Wgpu;
 }
@@ -37,6 +39,7 @@ mod chosen {
     pub(super) type TestBackend = burn::backend::Cuda<f32, i32>;
     pub(super) const DTYPES: &[super::DType] =
         &[super::DType::F16, super::DType::BF16, super::DType::F32];
+    pub(super) const OTHER_DTYPE: super::DType = super::DType::BF16;
     pub(super) const HEAD_DIM_STEP: usize = 8;
     pub(super) const DEVICE: super::Device = super::Device::Cuda;
 }
@@ -49,6 +52,16 @@ pub const DEVICE: Device = chosen::DEVICE;
 
 /// Float dtypes that it computes in.
 pub const DTYPES: &[DType] = chosen::DTYPES;
+
+/// A float dtype other than `f32` that it stores.
+pub const OTHER_DTYPE: DType = chosen::OTHER_DTYPE;
+
+/// What messages call [`OTHER_DTYPE`].
+pub const OTHER_DTYPE_NAME: &str = match OTHER_DTYPE {
+    DType::F64 => "F64",
+    DType::BF16 => "BF16",
+    _ => "F16",
+};
 
 /// `size`, or the next size of vectors that the backend's attention serves.
 pub const fn head_dim(size: usize) -> usize {

@@ -7,6 +7,7 @@ mod attention;
 mod backend;
 mod cases;
 mod device;
+pub mod faults;
 mod forms;
 mod host;
 mod random;
@@ -16,7 +17,7 @@ pub use attention::{
     Attention, Problem, attention_in_f64, attention_in_tensor_ops, attention_with_sinks_in_f64,
     visible,
 };
-pub use backend::{DEVICE, DTYPES, TestBackend, head_dim};
+pub use backend::{DEVICE, DTYPES, OTHER_DTYPE, OTHER_DTYPE_NAME, TestBackend, head_dim};
 pub use cases::{
     random_documents, random_exchange, random_layout, random_marks, random_mask, random_placement,
     span_tokens, unmarked,

@@ -35,10 +35,12 @@ impl Observer {
         }
     }
 
-    /// Notes, without waiting, that this rank has started tensor operation `number`.
+    /// Notes, without waiting, that this rank starts tensor operation `number`. Where it is not what the others call, the world fails
+    /// as soon as all have noted theirs.
     pub(crate) fn record(&self, number: u64, signature: Signature) {
         let key = self.operation(number);
-        self.world.record(self.ranks[self.rank], &key, signature);
+        self.world
+            .record(self.ranks[self.rank], &key, signature, self.ranks.len());
     }
 
     /// Why tensor operation `number`, which every rank [records](Self::record), has not ended after `waited`: who differs from

@@ -54,6 +54,31 @@ impl Records {
         latest.push_back((number, signature));
     }
 
+    /// Who differs in operation `number`, once `num_ranks` have called it.
+    fn odd_call(&self, group: &str, num_ranks: usize, number: u64) -> Option<Verdict> {
+        let all = self.groups.get(group)?;
+        // The latest is at the end.
+        let call = |(rank, calls): (&usize, &'_ Calls)| {
+            let place = (calls.iter().rev()).position(|(at, _)| *at == number)?;
+            Some((*rank, calls.len() - 1 - place))
+        };
+        let mut who: Vec<(usize, usize)> = all.iter().filter_map(call).collect();
+        if who.len() < num_ranks {
+            return None;
+        }
+        who.sort_unstable();
+        let called: Vec<&Signature> = (who.iter())
+            .map(|(rank, place)| &all[rank][*place].1)
+            .collect();
+        let (odd, expected) = odd_one_out(&called)?;
+        Some(Verdict::Mismatch {
+            number,
+            rank: who[odd].0,
+            expected: called[expected].clone().into(),
+            got: called[odd].clone().into(),
+        })
+    }
+
     /// Compares what `ranks` have called up to operation `number`.
     pub(super) fn judge(&self, group: &str, ranks: &[usize], number: u64) -> Verdict {
         let none = VecDeque::new();
@@ -97,11 +122,25 @@ impl Records {
 }
 
 impl Hub {
-    /// Notes that a rank has started an operation in which it does not meet the others here.
-    pub(crate) fn record(&self, rank: usize, key: &MeetingKey, signature: Signature) {
+    /// Notes that a rank starts an operation in which it does not meet the others here, of a group of so many ranks. The last of them
+    /// finds out whether one calls something else, which fails the world: the operation might end all the same, with anything for
+    /// a result.
+    pub(crate) fn record(
+        &self,
+        rank: usize,
+        key: &MeetingKey,
+        signature: Signature,
+        num_ranks: usize,
+    ) {
         let mut state = self.lock();
         state.last_op[rank] = Some(key.describe(&signature));
         state.records.note(&key.group, rank, key.number, signature);
+        let verdict = state.records.odd_call(&key.group, num_ranks, key.number);
+        if let Some((odd, its_op, error)) = verdict.and_then(|verdict| mismatch(key, verdict).ok())
+        {
+            let cause = FailureCause::Comm(error);
+            self.note(&mut state, odd, Some(its_op), cause);
+        }
     }
 
     /// Why operation `number`, which every rank records, has not come to an end after `waited`: the world's failure if there is
@@ -118,27 +157,10 @@ impl Hub {
         }
         let (ranks, me) = (attendance.ranks, attendance.ranks[attendance.index]);
         let op = state.last_op[me].clone().unwrap_or_default();
-        let (culprit, its_op, error) = match state.records.judge(&key.group, ranks, key.number) {
-            Verdict::Mismatch {
-                number,
-                rank,
-                expected,
-                got,
-            } => {
-                let error = CommError::Mismatch {
-                    group: key.group.to_string(),
-                    number,
-                    rank,
-                    expected: expected.to_string(),
-                    got: got.to_string(),
-                };
-                let at = MeetingKey {
-                    number,
-                    ..key.clone()
-                };
-                (rank, at.describe(&got), error)
-            }
-            Verdict::Missing(missing) => {
+        let verdict = state.records.judge(&key.group, ranks, key.number);
+        let (culprit, its_op, error) = match mismatch(key, verdict) {
+            Ok(mismatch) => mismatch,
+            Err(missing) => {
                 let culprit = missing.first().copied().unwrap_or(me);
                 let last_seen = state.last_op[culprit].clone();
                 let gone = state.ended[culprit];
@@ -161,6 +183,32 @@ impl Hub {
         let cause = FailureCause::Comm(error.clone());
         self.note(&mut state, culprit, Some(its_op), cause);
         error
+    }
+}
+
+/// The rank that differs, its operation and the error; or the ranks that are missing.
+fn mismatch(key: &MeetingKey, verdict: Verdict) -> Result<(usize, String, CommError), Vec<usize>> {
+    match verdict {
+        Verdict::Missing(missing) => Err(missing),
+        Verdict::Mismatch {
+            number,
+            rank,
+            expected,
+            got,
+        } => {
+            let error = CommError::Mismatch {
+                group: key.group.to_string(),
+                number,
+                rank,
+                expected: expected.to_string(),
+                got: got.to_string(),
+            };
+            let at = MeetingKey {
+                number,
+                ..key.clone()
+            };
+            Ok((rank, at.describe(&got), error))
+        }
     }
 }
 

@@ -84,13 +84,22 @@ impl World {
         }
     }
 
-    /// Notes that this rank has started an operation in which it does not meet the others. One way: does not wait.
-    pub(crate) fn record(&self, rank: usize, key: &MeetingKey, signature: Signature) {
+    /// Notes that this rank starts an operation of a group of so many ranks in which it does not meet the others. One way: does not
+    /// wait.
+    pub(crate) fn record(
+        &self,
+        rank: usize,
+        key: &MeetingKey,
+        signature: Signature,
+        num_ranks: usize,
+    ) {
         match self {
-            Self::Threads(hub) => hub.record(rank, key, signature),
+            Self::Threads(hub) => hub.record(rank, key, signature, num_ranks),
             Self::Processes(processes) => match &processes.control {
-                Control::Host(server) => server.hub().record(rank, key, signature),
-                Control::Remote(client) => client.record(key, signature),
+                Control::Host(server) => {
+                    server.hub().record(rank, key, signature, num_ranks);
+                }
+                Control::Remote(client) => client.record(key, signature, num_ranks),
             },
         }
     }

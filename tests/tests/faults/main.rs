@@ -3,146 +3,29 @@
 
 mod launcher;
 
-use std::{
-    io::Read,
-    process::{Child, Command, Stdio},
-    thread,
-    time::{Duration, Instant},
+use std::{process::Command, thread};
+
+use burn_cp_tests::{
+    OTHER_DTYPE_NAME,
+    faults::{self, Ends, Expected, ROWS, Report, program, two_ranks},
 };
 
-use serde_json::Value;
-
-/// The deadline that the scenarios run with.
-const DEADLINE: Duration = Duration::from_secs(5);
-/// What starting, training and cleaning up may take beyond it on a busy machine.
-const MARGIN: Duration = Duration::from_secs(6);
-/// When a scenario counts as hung.
-const HUNG: Duration = Duration::from_secs(30);
-
-/// When the ranks are expected to end.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Ends {
-    /// As soon as the fault is known.
-    AtOnce,
-    /// When the ranks that wait have waited long enough.
-    AtDeadline,
-}
-
-/// How a scenario is expected to end.
-struct Expected {
-    rank: u64,
-    /// Parts of the operation's name.
-    op: &'static [&'static str],
-    /// Parts of the cause.
-    cause: &'static [&'static str],
-    ends: Ends,
-    /// Other ranks that may still be held up when the launcher has reported the fault.
-    held_up: &'static [usize],
-    /// Whether the fault itself is a panic, which Rust reports on stderr.
-    panics: bool,
-}
-
-struct Report {
-    line: Value,
-    stderr: String,
-}
-
-fn wait(child: &mut Child, name: &str) {
-    let start = Instant::now();
-    loop {
-        match child.try_wait().expect("a child can be waited for") {
-            Some(status) => {
-                assert!(status.success(), "{name}: {status}");
-                return;
-            }
-            None if start.elapsed() > HUNG => {
-                child.kill().expect("a child can be killed");
-                panic!("{name} hung");
-            }
-            None => thread::sleep(Duration::from_millis(20)),
-        }
-    }
-}
-
 fn run(name: &str) -> Report {
-    let mut child = Command::new(env!("CARGO_BIN_EXE_fault-scenario"))
-        .arg(name)
-        .env_remove("RUST_BACKTRACE")
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .expect("the scenario starts");
-    // Both outputs are far smaller than a pipe holds.
-    wait(&mut child, name);
-    let (mut stdout, mut stderr) = (String::new(), String::new());
-    child
-        .stdout
-        .take()
-        .expect("piped")
-        .read_to_string(&mut stdout)
-        .expect("text");
-    child
-        .stderr
-        .take()
-        .expect("piped")
-        .read_to_string(&mut stderr)
-        .expect("text");
-    let line = serde_json::from_str(stdout.trim())
-        .unwrap_or_else(|error| panic!("{name}: {error} in {stdout:?}"));
-    Report { line, stderr }
+    let program = program("fault-scenario", env!("CARGO_BIN_EXE_fault-scenario"));
+    faults::run(&program, name).unwrap_or_else(|error| panic!("{name}: {error}"))
 }
 
 fn check(name: &str, expected: &Expected) {
-    let Report { line, stderr } = run(name);
-    eprintln!("{name}: {line}");
-    assert_eq!(line["rank"].as_u64(), Some(expected.rank), "{name}: {line}");
-    for (field, parts) in [("op", expected.op), ("cause", expected.cause)] {
-        let text = line[field].as_str().expect("text");
-        for part in parts {
-            assert!(
-                text.contains(part),
-                "{name}: {field} should name {part:?}: {line}"
-            );
-        }
+    let report = run(name);
+    eprintln!("{name}: {}", report.line);
+    if let Err(wrong) = report.judge(expected) {
+        panic!("{name}: {wrong}: {}", report.line);
     }
-    check_times(name, &line, expected);
-    // The error is reported once, by whoever launched the ranks: no rank prints a panic of its own unless it is the fault.
-    let panics = stderr.matches("panicked at").count();
-    assert_eq!(panics, usize::from(expected.panics), "{name}: {stderr}");
     assert!(
-        !stderr.contains("Box<dyn Any>") || name == "panic-with-a-value",
-        "{name}: {stderr}"
+        !report.stderr.contains("Box<dyn Any>") || name == "panic-with-a-value",
+        "{name}: {}",
+        report.stderr
     );
-}
-
-fn check_times(name: &str, line: &Value, expected: &Expected) {
-    let deadline = DEADLINE.as_millis() as u64;
-    let latest = deadline + MARGIN.as_millis() as u64;
-    let ended = line["ended_ms"].as_array().expect("one time per rank");
-    for (rank, ended) in ended.iter().enumerate() {
-        match ended.as_u64() {
-            Some(ended) if expected.ends == Ends::AtOnce => {
-                assert!(
-                    ended < deadline,
-                    "{name}: rank {rank} waited for the deadline: {line}"
-                );
-            }
-            Some(ended) => assert!(ended < latest, "{name}: rank {rank} ended late: {line}"),
-            None => {
-                let sleeps = expected.ends == Ends::AtDeadline && rank as u64 == expected.rank;
-                assert!(
-                    sleeps || expected.held_up.contains(&rank),
-                    "{name}: rank {rank} had not ended: {line}"
-                );
-            }
-        }
-    }
-    if expected.ends == Ends::AtDeadline {
-        assert!(
-            line["elapsed_ms"].as_u64() >= Some(deadline),
-            "{name}: gave up early: {line}"
-        );
-    }
 }
 
 macro_rules! faults {
@@ -175,7 +58,7 @@ faults! {
     deepstack_from_one_vision_tower_only_ends_every_rank:
         "deepstack-from-vision-tower", rank 1, op ["vision tower"], cause ["1 deepstack layers"], AtOnce;
     another_dtype_from_one_vision_tower_ends_every_rank:
-        "other-dtype-from-vision-tower", rank 1, op ["vision tower"], cause ["F64"], AtOnce;
+        "other-dtype-from-vision-tower", rank 1, op ["vision tower"], cause [OTHER_DTYPE_NAME], AtOnce;
     an_error_before_a_collective_ends_every_rank:
         "error-in-forward", rank 1, op ["its own code"], cause ["the data loader ran dry"], AtOnce;
     an_error_before_backward_ends_every_rank:
@@ -191,13 +74,13 @@ faults! {
     a_host_message_in_backward_is_named:
         "host-message-in-backward", rank 1, op ["barrier"], cause ["rank 1 calls barrier", "adjoint of"], AtOnce;
     another_shape_in_forward_is_named:
-        "other-shape-in-forward", rank 1, op ["exchange[attention]"], cause ["[*, 8]", "[*, 16]"], AtOnce;
+        "other-shape-in-forward", rank 1, op ["exchange[attention]"], cause [ROWS[0], ROWS[1]], AtOnce;
     another_shape_in_backward_is_named:
         "other-shape-in-backward", rank 1, op ["all_reduce", "[5]"], cause ["[4]", "[5]"], AtOnce;
     another_dtype_in_forward_is_named:
-        "other-dtype-in-forward", rank 1, op ["exchange[attention]", "F64"], cause ["F32", "F64"], AtOnce;
+        "other-dtype-in-forward", rank 1, op ["exchange[attention]", OTHER_DTYPE_NAME], cause ["F32", OTHER_DTYPE_NAME], AtOnce;
     another_dtype_in_backward_is_named:
-        "other-dtype-in-backward", rank 1, op ["all_reduce", "F64"], cause ["F32", "F64"], AtOnce;
+        "other-dtype-in-backward", rank 1, op ["all_reduce", OTHER_DTYPE_NAME], cause ["F32", OTHER_DTYPE_NAME], AtOnce;
     a_gradient_tracked_on_some_ranks_only_is_named:
         "untracked-on-one-rank", rank 1, op ["exchange[attention]"], cause ["tracked"], AtOnce;
     another_mask_is_named:
@@ -334,8 +217,9 @@ faults_under_every_strategy! {
 #[test]
 fn without_a_fault_every_rank_succeeds() {
     let strategies = STRATEGIES.map(|strategy| format!("{strategy}-no-fault"));
-    let names = ["no-fault", "mesh-no-fault"].map(str::to_owned);
-    for name in names.iter().chain(&strategies) {
+    let names = ["no-fault", "two-no-fault", "mesh-no-fault"].map(str::to_owned);
+    let two = STRATEGIES.map(|strategy| format!("{strategy}-two-no-fault"));
+    for name in names.iter().chain(&strategies).chain(&two) {
         let Report { line, stderr } = run(name);
         assert!(
             line["rank"].is_null() && line["cause"] == "every rank succeeded",
@@ -343,4 +227,18 @@ fn without_a_fault_every_rank_succeeds() {
         );
         assert!(!stderr.contains("panicked"), "{stderr}");
     }
+}
+
+/// Also the order in which they are tried is drawn.
+#[test]
+fn rounds_of_mixed_faults_among_two_ranks_end_as_expected() {
+    let rounds = program("fault-rounds", env!("CARGO_BIN_EXE_fault-rounds"));
+    let num_rounds = two_ranks().len().to_string();
+    let output = Command::new(rounds)
+        .args(["--seed", "7", "--rounds", &num_rounds])
+        .output()
+        .expect("the program starts");
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{text}");
+    assert_eq!(text.lines().count(), two_ranks().len() + 1, "{text}");
 }

@@ -3,6 +3,8 @@
 
 use std::{process::Command, time::Duration};
 
+use serde_json::Value;
+
 use crate::{
     contains,
     world::{self, DEADLINE, MARGIN, World, free_port},
@@ -51,12 +53,17 @@ fn every_collective_and_its_adjoint_are_those_of_cpu_threads_to_the_bit() {
     }
 }
 
-#[test]
-fn a_process_that_is_killed_in_an_exchange_ends_the_other() {
+/// Starting and compiling kernels takes its time.
+fn ends_in_time(report: &Value) {
+    let elapsed = Duration::from_millis(report["elapsed_ms"].as_u64().unwrap_or(u64::MAX));
+    assert!(elapsed < DEADLINE + 3 * MARGIN, "{report}");
+}
+
+fn check_killed(scenario: &str) {
     if !two_gpus() {
         return;
     }
-    let mut world = start("endless-exchange", [0, 1]);
+    let mut world = start(scenario, [0, 1]);
     world.kill_when_ready(1);
     let reports = world.finish();
     let error = reports[0]["error"].as_str().unwrap_or_default();
@@ -64,9 +71,32 @@ fn a_process_that_is_killed_in_an_exchange_ends_the_other() {
         error,
         &["rank 1 failed", "its process ended without a word"],
     );
-    // Starting and compiling kernels takes its time.
-    let elapsed = Duration::from_millis(reports[0]["elapsed_ms"].as_u64().unwrap_or(u64::MAX));
-    assert!(elapsed < DEADLINE + 3 * MARGIN, "{}", reports[0]);
+    ends_in_time(&reports[0]);
+}
+
+#[test]
+fn a_process_that_is_killed_in_an_exchange_ends_the_other() {
+    check_killed("endless-exchange");
+}
+
+#[test]
+fn a_process_that_is_killed_between_collectives_ends_the_other() {
+    check_killed("killed-between-collectives");
+}
+
+#[test]
+fn a_process_that_never_arrives_is_named_at_the_deadline() {
+    if !two_gpus() {
+        return;
+    }
+    let reports = start("never-arrives", [0, 1]).finish();
+    let error = reports[0]["error"].as_str().unwrap_or_default();
+    contains(error, &["ranks [1] had not arrived"]);
+    let elapsed = reports[0]["elapsed_ms"].as_u64().unwrap_or_default();
+    assert!(elapsed >= DEADLINE.as_millis() as u64, "{}", reports[0]);
+    ends_in_time(&reports[0]);
+    // It finds out when it comes.
+    assert!(reports[1]["error"].is_string(), "{}", reports[1]);
 }
 
 #[test]

@@ -74,6 +74,16 @@ impl Stream {
         })
     }
 
+    /// Whether the device still works: a kernel's illegal address, whoever's kernel it was, fails all that comes behind it in the context.
+    pub(super) fn check(&self) -> Result<(), NcclError> {
+        self.enter()?;
+        // SAFETY: the stream is alive.
+        match unsafe { sys::cuStreamQuery(self.stream) } {
+            sys::CUresult::CUDA_SUCCESS | sys::CUresult::CUDA_ERROR_NOT_READY => Ok(()),
+            other => driver("the device's work so far", other.result()),
+        }
+    }
+
     /// Uninitialised memory that is freed, as the stream's next operation, when it is dropped.
     pub(super) fn scratch(&self, num_bytes: usize) -> Result<Scratch<'_>, NcclError> {
         // SAFETY: the stream is alive.

@@ -60,6 +60,10 @@ fn fault(shared: &Shared) -> Option<Fault> {
     if observer.is_some_and(|world| world.failure().is_some()) {
         return Some(Fault::World);
     }
+    // Also where no operation is on its way: the rank's next one may be long in coming.
+    if let Err(error) = shared.stream.check() {
+        return Some(Fault::Nccl(error));
+    }
     match shared.error() {
         Ok(ncclResult_t::ncclSuccess | ncclResult_t::ncclInProgress) => {}
         Ok(code) => {

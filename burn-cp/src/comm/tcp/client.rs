@@ -178,9 +178,13 @@ impl Client {
             })
     }
 
-    pub(crate) fn record(&self, key: &MeetingKey, signature: Signature) {
+    pub(crate) fn record(&self, key: &MeetingKey, signature: Signature, num_ranks: usize) {
         let key = key.clone();
-        self.tell(&Request::Record { key, signature });
+        self.tell(&Request::Record {
+            key,
+            signature,
+            num_ranks,
+        });
     }
 
     pub(crate) fn fail(&self, rank: usize, op: Option<String>, cause: &FailureCause) {

@@ -124,6 +124,7 @@ pub(super) enum Request {
     Record {
         key: MeetingKey,
         signature: Signature,
+        num_ranks: usize,
     },
     /// A rank has failed. Not answered.
     Fail {

@@ -160,7 +160,11 @@ fn listen(
     loop {
         match frames::read(&connection.stream, MAX_FRAME) {
             Ok(Request::Alive) => {}
-            Ok(Request::Record { key, signature }) => hub.record(rank, &key, signature),
+            Ok(Request::Record {
+                key,
+                signature,
+                num_ranks,
+            }) => hub.record(rank, &key, signature, num_ranks),
             Ok(Request::Fail { rank, op, cause }) => hub.fail(rank, op, cause.into()),
             Ok(Request::End { cause }) => {
                 if let Some(cause) = cause {

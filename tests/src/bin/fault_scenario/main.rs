@@ -1,16 +1,20 @@
 //! Runs one fault among ranks that train, and prints what the launcher said: one line of JSON with the rank, operation and
 //! cause of the first failure, how long it took, and when each rank ended (`null` for one that had not).
 //!
-//! `fault-scenario NAME [processes]`; the names are those of [`scenario`]. Each runs in a process of its own because a backward pass that
+//! `fault-scenario NAME [processes]`; the names are those of [`scenario`], behind prefixes: an exchange strategy, then `two-` for a world
+//! of two ranks or `mesh-` for two groups of two. Times count from the end of the step that devices begin with. Each runs in a process of its own because a backward pass that
 //! is stuck holds up autodiff's clean-up in the whole process. Ranks are threads, or, with `processes`, this process is one of
 //! them, which mpirun has started; it then prints what the world's failure is, without times, and fails if there is one.
 
+#[cfg(feature = "cuda")]
+mod illegal_address;
 mod model;
 mod scenarios;
+mod step;
 
 use std::{
     process::ExitCode,
-    sync::{Arc, Mutex},
+    sync::{Arc, Mutex, PoisonError},
     thread,
     time::{Duration, Instant},
 };
@@ -22,12 +26,23 @@ use burn_cp::{
     launch::{self, LaunchError, ProcessOptions, ThreadsOptions},
 };
 
-use scenarios::{Scenario, run_rank, scenario};
+use burn_cp_tests::faults::{DEADLINE, PATIENCE, WARM_UP};
+use scenarios::{Scenario, scenario};
+use step::{Setting, run_rank};
 
-/// How long a rank waits for its peers.
-const DEADLINE: Duration = Duration::from_secs(5);
-/// How long the launcher waits for ranks that may never end.
-const PATIENCE: Duration = Duration::from_secs(7);
+/// When the step began in which something goes wrong.
+struct Clock(Mutex<Instant>);
+
+impl Clock {
+    fn restart(&self) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
+    }
+
+    fn elapsed_ms(&self) -> u64 {
+        let start = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        start.elapsed().as_millis() as u64
+    }
+}
 
 fn main() -> ExitCode {
     let name = std::env::args().nth(1).unwrap_or_default();
@@ -39,16 +54,16 @@ fn main() -> ExitCode {
         return as_process(scenario);
     }
     let ended = Arc::new(Mutex::new(vec![None; scenario.world_size()]));
-    let start = Instant::now();
-    let result = launch(scenario, start, &ended);
-    let elapsed = start.elapsed().as_millis();
+    let clock = Arc::new(Clock(Mutex::new(Instant::now())));
+    let result = launch(scenario, &clock, &ended);
+    let elapsed = clock.elapsed_ms();
     let (rank, op, cause) = described(result);
     let ended = ended
         .lock()
         .expect("no rank panics while it notes its end")
         .clone();
     let line = serde_json::json!({
-        "rank": rank, "op": op, "cause": cause, "elapsed_ms": elapsed as u64, "ended_ms": ended,
+        "rank": rank, "op": op, "cause": cause, "elapsed_ms": elapsed, "ended_ms": ended,
     });
     println!("{line}");
     // Ranks that still sleep end with the process.
@@ -74,8 +89,8 @@ fn as_process(scenario: Scenario) -> ExitCode {
     let start = Instant::now();
     // The same weights in every process.
     model::B::seed(&Default::default(), 7);
-    let setting = scenarios::Setting::new(scenario);
-    let result = launch::process_with(options, |context| run_rank(&context, &setting));
+    let setting = Setting::new(scenario);
+    let result = launch::process_with(options, |context| run_rank(&context, &setting, || {}));
     let failed = result.is_err();
     let (rank, op, cause) = described(result.map(|_| ()));
     let elapsed = start.elapsed().as_millis() as u64;
@@ -94,33 +109,38 @@ type Ended = Arc<Mutex<Vec<Option<u64>>>>;
 /// Notes when a rank ends, however it does.
 struct Note {
     rank: usize,
-    start: Instant,
+    clock: Arc<Clock>,
     ended: Ended,
 }
 
 impl Drop for Note {
     fn drop(&mut self) {
-        let elapsed = self.start.elapsed().as_millis() as u64;
+        let elapsed = self.clock.elapsed_ms();
         if let Ok(mut ended) = self.ended.lock() {
             ended[self.rank] = Some(elapsed);
         }
     }
 }
 
-fn launch(scenario: Scenario, start: Instant, ended: &Ended) -> Result<(), LaunchError> {
+fn launch(scenario: Scenario, clock: &Arc<Clock>, ended: &Ended) -> Result<(), LaunchError> {
     let options = ThreadsOptions {
         deadline: DEADLINE,
         ..ThreadsOptions::default()
     };
     let (world_size, detached, ended) = (scenario.world_size(), scenario.detached, ended.clone());
-    let setting = scenarios::Setting::new(scenario);
+    let setting = Setting::new(scenario);
+    let clock = clock.clone();
     let rank = move |context: RankContext| {
         let _note = Note {
             rank: context.rank(),
-            start,
+            clock: clock.clone(),
             ended: ended.clone(),
         };
-        run_rank(&context, &setting)
+        run_rank(&context, &setting, || {
+            if WARM_UP {
+                clock.restart();
+            }
+        })
     };
     if detached {
         launch::threads_detached(world_size, options, rank)?

@@ -4,16 +4,16 @@ use std::{fmt, sync::Arc};
 
 use burn::{
     backend::{
-        Autodiff, Flex,
+        Autodiff,
         autodiff::{
             checkpoint::{base::Checkpointer, strategy::NoCheckpointing},
             grads::Gradients,
             ops::{Backward, Ops, OpsKind},
         },
     },
-    module::Module,
+    module::{Module, ModuleMapper, Param},
     nn::{Embedding, EmbeddingConfig, Linear, LinearConfig},
-    tensor::{Device, FloatDType, Tensor, TensorPrimitive, backend::Backend},
+    tensor::{Device, Tensor, TensorPrimitive, backend::Backend},
 };
 use burn_cp::{
     attention::AttentionOptions,
@@ -21,15 +21,15 @@ use burn_cp::{
     sharder::{CpStep, StepError},
     vision::{TowerError, VisionFeatures, VisionTower},
 };
+use burn_cp_tests::{OTHER_DTYPE, TestBackend, faults::HEAD_DIM};
 
 /// The backend without gradients.
-pub(crate) type Inner = Flex;
+pub(crate) type Inner = TestBackend;
 /// The backend of the scenarios.
 pub(crate) type B = Autodiff<Inner>;
 
 pub(crate) const VOCAB: usize = 11;
 pub(crate) const WIDTH: usize = 16;
-const HEAD_DIM: usize = 8;
 
 /// What happens to one layer's input on one rank; the default leaves it alone.
 #[derive(Clone, Default)]
@@ -58,7 +58,7 @@ pub(crate) enum Twist {
     None,
     /// Heads of half the width.
     HeadDim,
-    /// `f64` instead of `f32`.
+    /// Another dtype than `f32`.
     Dtype,
     /// No gradient is tracked.
     Detached,
@@ -159,7 +159,7 @@ fn attend(layer: &Layer<B>, hidden: Tensor<B, 3>, step: &CpStep<B>, twist: Twist
             .swap_dims(1, 2);
         match twist {
             Twist::HeadDim => heads.narrow(3, 0, HEAD_DIM / 2),
-            Twist::Dtype => heads.cast(FloatDType::F64),
+            Twist::Dtype => heads.cast(OTHER_DTYPE),
             Twist::Detached => heads.detach(),
             Twist::None | Twist::Window => heads,
         }
@@ -169,12 +169,35 @@ fn attend(layer: &Layer<B>, hidden: Tensor<B, 3>, step: &CpStep<B>, twist: Twist
         _ => AttentionOptions::causal(),
     };
     let out = step.attention(heads(&layer.q), heads(&layer.k), heads(&layer.v), &options);
+    // Where an exchange does not refuse it at once, nothing but the exchange does.
+    let out = match twist {
+        Twist::HeadDim => Tensor::cat(vec![out.clone(), out], 3),
+        Twist::Dtype => out.cast(hidden.dtype()),
+        _ => out,
+    };
     let [_, num_heads, _, head_dim] = out.dims();
     hidden
         + layer.out.forward(
             out.swap_dims(1, 2)
                 .reshape([batch, tokens, num_heads * head_dim]),
         )
+}
+
+/// A module of the same parameters on another device, with leaves of its own. The copies are made on the host: between devices the
+/// backend would use a transport of its own.
+pub(crate) fn fork<M: Module<B>>(module: M, device: &Device<B>) -> M {
+    module.map(&mut ThroughHost(device))
+}
+
+struct ThroughHost<'a>(&'a Device<B>);
+
+impl ModuleMapper<B> for ThroughHost<'_> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+        param.map(|tensor| {
+            let copy = Tensor::from_data(tensor.to_data(), (self.0, tensor.dtype()));
+            copy.set_require_grad(tensor.is_require_grad())
+        })
+    }
 }
 
 #[derive(Debug)]
@@ -243,7 +266,7 @@ pub(crate) enum Output {
     Row,
     /// Features for a decoder layer, too.
     Deepstack,
-    /// `f64` instead of `f32`.
+    /// Another dtype than `f32`.
     Dtype,
     /// An error.
     Error,
@@ -292,7 +315,7 @@ impl VisionTower<B> for FaultyTower {
         };
         let embeddings = match self.output {
             Output::Row => Tensor::cat(vec![embeddings.clone().narrow(0, 0, 1), embeddings], 0),
-            Output::Dtype => embeddings.cast(FloatDType::F64),
+            Output::Dtype => embeddings.cast(OTHER_DTYPE),
             _ => embeddings,
         };
         Ok(VisionFeatures {

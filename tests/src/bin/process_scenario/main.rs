@@ -122,6 +122,8 @@ fn scenario(name: &str, context: &RankContext) -> Result<(), AnyError> {
         }
         "other-layout" => other_layout(context)?,
         "endless-exchange" => tensors::endless(context)?,
+        "killed-between-collectives" => tensors::stops(context, Duration::from_secs(60), true)?,
+        "never-arrives" => tensors::stops(context, LATE, false)?,
         "collectives" => tensors::collectives(context)?,
         "broadcast" => tensors::broadcast(context)?,
         other => return Err(format!("no scenario {other:?}").into()),

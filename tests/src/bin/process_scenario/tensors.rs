@@ -1,5 +1,7 @@
 //! What processes compute together is what threads compute together, to the last bit.
 
+use std::{thread, time::Duration};
+
 use burn::{
     backend::{Autodiff, Flex, NdArray},
     tensor::{DType, Int, Tensor, TensorData, backend::AutodiffBackend},
@@ -195,6 +197,24 @@ pub(crate) fn endless(context: &RankContext) -> Result<(), AnyError> {
         }
         if round == 64 && context.rank() == 1 {
             crate::say(&format!("ready {}", std::process::id()));
+        }
+    }
+    Ok(())
+}
+
+/// Exchanges a few times. Between two of them rank 1 stops for a while, and may say that it does.
+pub(crate) fn stops(context: &RankContext, pause: Duration, says_so: bool) -> Result<(), AnyError> {
+    let group = groups(context, 1)?.world()?;
+    let x = Tensor::<TestBackend, 1>::ones([1 << 20], &device());
+    for round in 0..16 {
+        let sum = collectives::all_reduce(x.clone(), &group);
+        let sum: f32 = sum.narrow(0, 0, 1).into_data().iter::<f32>().sum();
+        assert_eq!(sum, group.size() as f32);
+        if round == 8 && context.rank() == 1 {
+            if says_so {
+                crate::say(&format!("ready {}", std::process::id()));
+            }
+            thread::sleep(pause);
         }
     }
     Ok(())
