@@ -193,7 +193,8 @@ where
     }
 }
 
-/// Draws parameters that are not yet, since each rank's clone would draw values of its own.
+/// Draws parameters that are not yet, since each rank's clone would draw values of its own. (`SupervisedTraining::launch` happens to
+/// draw them when it looks for the model's device.)
 fn draw_parameters<B: Backend, M: Module<B>>(module: &M) {
     struct Draw;
     impl<B: Backend> ModuleVisitor<B> for Draw {
