@@ -7,8 +7,9 @@ use std::{error::Error, time::Instant};
 
 use burn::{
     backend::Autodiff,
+    module::{Module, ModuleMapper, Param},
     optim::{AdamWConfig, GradientsParams, Optimizer},
-    tensor::{Tensor, TensorData, backend::Backend},
+    tensor::{Int, Tensor, TensorData, backend::Backend},
 };
 use burn_cp::{
     batch::{Media, SequenceBatch},
@@ -21,7 +22,7 @@ use burn_cp::{
     optim::GradientSync,
     plan::ExchangeStrategy,
     sharder::{ContextParallel, ContextParallelConfig},
-    vision::VisionShardingConfig,
+    vision::{VisionDelivery, VisionShardingConfig},
 };
 use burn_cp_benches::{Device, Launch, launched, log_normal_lengths};
 use burn_cp_examples::{
@@ -74,7 +75,7 @@ struct Args {
     /// Side of a document's image, in patches; 0 for text only
     #[arg(long, default_value_t = 8)]
     image: usize,
-    /// Which rank owns which tokens: contiguous or head-tail
+    /// Which rank owns which tokens: contiguous, head-tail or balanced
     #[arg(long, default_value = "head-tail", value_parser = layout)]
     layout: LayoutPolicy,
     /// How keys and values travel
@@ -83,6 +84,15 @@ struct Args {
     /// Where the vision tower runs
     #[arg(long, value_enum, default_value_t)]
     vision: Vision,
+    /// Compute with a rank's own keys while others travel
+    #[arg(long)]
+    overlap: bool,
+    /// Keep the keys of other ranks for the backward pass
+    #[arg(long)]
+    keep_keys: bool,
+    /// Give image embeddings only to the ranks that own their tokens
+    #[arg(long)]
+    deliver: bool,
     /// Timed steps
     #[arg(long, default_value_t = 3)]
     steps: u32,
@@ -96,6 +106,7 @@ type Failure = Box<dyn Error + Send + Sync>;
 fn layout(name: &str) -> Result<LayoutPolicy, String> {
     let value = match name {
         "contiguous" => json!({ "contiguous": { "multiple": 1 } }),
+        "balanced" => json!({ "balanced": {} }),
         name => json!(name),
     };
     serde_json::from_value(value).map_err(|error| error.to_string())
@@ -204,6 +215,26 @@ fn batch<B: Backend>(
     Ok((batch, num_tokens))
 }
 
+/// Fills parameters on the device: a host takes minutes for two thousand million normal numbers, and a step does not care.
+struct OnDevice;
+
+impl<B: Backend> ModuleMapper<B> for OnDevice {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+        let dims: [usize; D] = param.lazy_shape().dims();
+        let (device, len) = (param.lazy_device(), dims.iter().product::<usize>());
+        let value = if D == 1 {
+            Tensor::ones(dims, &device)
+        } else {
+            // From a counter, between -0.03 and 0.03, the same on every rank.
+            let at = Tensor::<B, 1, Int>::arange(0..len as i64, &device) % 65_521;
+            let random = (at * 7919 % 65_521).float() / 32_760.0 - 1.0;
+            (random * 0.03).reshape(dims)
+        };
+        let (id, _, mapper) = param.consume();
+        Param::from_mapped_value(id, value.require_grad(), mapper)
+    }
+}
+
 fn rank<B>(context: &RankContext, args: &Args) -> Result<(), Failure>
 where
     B: TrainBackend,
@@ -217,15 +248,22 @@ where
         ContextParallelConfig {
             layout: args.layout.clone(),
             exchange: args.exchange,
+            overlap: args.overlap,
+            keep_keys: args.keep_keys,
             vision: match args.vision {
                 Vision::Sharded => VisionShardingConfig::always(),
                 Vision::Replicated => VisionShardingConfig::replicated(),
-            },
+            }
+            .with_delivery(if args.deliver {
+                VisionDelivery::ToConsumers
+            } else {
+                VisionDelivery::Gathered
+            }),
             ..ContextParallelConfig::default()
         },
     )?;
     let config = model(args.shape);
-    let model: Qwen3Vl<B> = config.init(&device, 1)?;
+    let model: Qwen3Vl<B> = config.build(&device)?.map(&mut OnDevice);
     let mut model = SequenceSharded::new::<B>(model, &cp)?;
     let mut optimizer = AdamWConfig::new().init::<B, SequenceSharded<Qwen3Vl<B>>>();
     let (batch, num_tokens) = batch::<B>(args, &config, &device)?;
@@ -235,6 +273,7 @@ where
             // The first step compiles kernels and makes connections.
             B::sync(&device)?;
             groups.world()?.barrier()?;
+            eprintln!("first step: {:.1} s", start.elapsed().as_secs_f64());
             (start, reads) = (Instant::now(), num_host_reads());
         }
         let sharded = cp.shard(batch.clone(), &device)?;

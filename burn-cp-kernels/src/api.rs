@@ -1,6 +1,6 @@
 //! The functions on `Tensor`. They only unwrap and wrap; the work is the backend's.
 
-use burn::tensor::{Tensor, TensorPrimitive, backend::Backend};
+use burn::tensor::{FloatDType, Tensor, TensorPrimitive, backend::Backend};
 
 use crate::{
     backends::{AttentionBackend, VarlenAttentionBackend},
@@ -112,6 +112,23 @@ pub fn attention_forward_with_sinks<B: AttentionBackend>(
 ) -> AttentionOutput<Tensor<B, 4>, Tensor<B, 3>> {
     let output = B::attention_forward(primitives(input), segments, options);
     AttentionOutput::new(wrap(output.out), wrap(output.lse))
+}
+
+/// Two results of [`attention_forward`] over disjoint sets of keys made the result over both, with `out` in this dtype; see
+/// [`AttentionBackend::merge_attention`].
+///
+/// # Panics
+///
+/// With the message of an [`AttentionError`] if the shapes differ.
+pub fn merge_attention<B: AttentionBackend>(
+    first: AttentionOutput<Tensor<B, 4>, Tensor<B, 3>>,
+    second: AttentionOutput<Tensor<B, 4>, Tensor<B, 3>>,
+    dtype: FloatDType,
+) -> AttentionOutput<Tensor<B, 4>, Tensor<B, 3>> {
+    let [first, second] =
+        [first, second].map(|part| AttentionOutput::new(unwrap(part.out), unwrap(part.lse)));
+    let merged = B::merge_attention(first, second, dtype.into());
+    AttentionOutput::new(wrap(merged.out), wrap(merged.lse))
 }
 
 /// The backward pass alone, on a backend without autodiff. `out` and `lse` may be merged from

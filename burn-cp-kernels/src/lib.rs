@@ -48,7 +48,7 @@ mod routines;
 
 pub use api::{
     attention_backward, attention_forward, attention_forward_with_sinks, check, describe,
-    varlen_attention, varlen_attention_with_sinks,
+    merge_attention, varlen_attention, varlen_attention_with_sinks,
 };
 #[cfg(feature = "cubecl")]
 pub use backends::AttentionRuntime;

@@ -15,7 +15,7 @@ use crate::{
         AttentionOptions, AttentionOutput, AttentionProblem, Routine, RoutineChoice, Segments,
     },
     launch,
-    routines::{check_backward, check_inputs, composed, portable},
+    routines::{check_backward, check_inputs, check_merge, composed, portable},
 };
 
 /// A CubeCL runtime that has kernels for attention.
@@ -245,6 +245,18 @@ where
             }
         };
         run().unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    fn merge_attention(
+        first: AttentionOutput<FloatTensor<Self>>,
+        second: AttentionOutput<FloatTensor<Self>>,
+        dtype: DType,
+    ) -> AttentionOutput<FloatTensor<Self>> {
+        check_merge::<Self>(&first, &second).unwrap_or_else(|error| panic!("{error}"));
+        if first.lse.dtype == DType::F64 {
+            return composed::merge::<Self>(first, second, dtype);
+        }
+        launch::merge::merge(first, second, dtype)
     }
 
     fn attention_routine(

@@ -20,7 +20,7 @@ use crate::{
         AttentionBackwardInput, AttentionError, AttentionGradients, AttentionInput,
         AttentionOptions, AttentionOutput, AttentionProblem, RoutineChoice, Segments,
     },
-    routines::{check_backward, check_inputs},
+    routines::{check_backward, check_inputs, check_merge},
 };
 
 type Handles<B> =
@@ -29,9 +29,8 @@ type Handles<B> =
 /// Attention on the inner backend: tensors in, tensors out, in the order of the description.
 struct Attention<B, K> {
     description: CustomOpIr,
-    segments: Segments,
-    options: AttentionOptions,
-    pass: PhantomData<fn() -> (B, K)>,
+    pass: K,
+    backend: PhantomData<fn() -> B>,
 }
 
 impl<B, K> fmt::Debug for Attention<B, K> {
@@ -40,57 +39,69 @@ impl<B, K> fmt::Debug for Attention<B, K> {
     }
 }
 
-/// One of the two passes.
+/// One of the operations, with what it needs beside tensors.
 trait Pass: Send + Sync + 'static {
     const NAME: &'static str;
 
-    fn run<B: AttentionBackend>(
-        inputs: Vec<FloatTensor<B>>,
-        segments: &Segments,
-        options: &AttentionOptions,
-    ) -> Vec<FloatTensor<B>>;
+    fn run<B: AttentionBackend>(&self, inputs: Vec<FloatTensor<B>>) -> Vec<FloatTensor<B>>;
 }
 
 /// `q, k, v` and perhaps sinks to `out, lse`.
-struct Forward;
+struct Forward {
+    segments: Segments,
+    options: AttentionOptions,
+}
 
 impl Pass for Forward {
     const NAME: &'static str = "varlen_attention";
 
-    fn run<B: AttentionBackend>(
-        inputs: Vec<FloatTensor<B>>,
-        segments: &Segments,
-        options: &AttentionOptions,
-    ) -> Vec<FloatTensor<B>> {
+    fn run<B: AttentionBackend>(&self, inputs: Vec<FloatTensor<B>>) -> Vec<FloatTensor<B>> {
         let mut inputs = inputs.into_iter();
         let mut next = || inputs.next().expect("described with three inputs");
         let input = AttentionInput::new(next(), next(), next()).with_sinks(inputs.next());
-        let output = B::attention_forward(input, segments, options);
+        let output = B::attention_forward(input, &self.segments, &self.options);
         vec![output.out, output.lse]
     }
 }
 
 /// `q, k, v, out, lse, dout` and perhaps sinks to `dq, dk, dv` and perhaps `dsinks`.
-struct BackwardPass;
+struct BackwardPass {
+    segments: Segments,
+    options: AttentionOptions,
+}
 
 impl Pass for BackwardPass {
     const NAME: &'static str = "varlen_attention_backward";
 
-    fn run<B: AttentionBackend>(
-        inputs: Vec<FloatTensor<B>>,
-        segments: &Segments,
-        options: &AttentionOptions,
-    ) -> Vec<FloatTensor<B>> {
+    fn run<B: AttentionBackend>(&self, inputs: Vec<FloatTensor<B>>) -> Vec<FloatTensor<B>> {
         let mut inputs = inputs.into_iter();
         let mut next = || inputs.next().expect("described with six inputs");
         let input = AttentionBackwardInput::new(next(), next(), next(), next(), next(), next());
         let input = input.with_sinks(inputs.next());
-        let gradients = B::attention_backward(input, segments, options);
+        let gradients = B::attention_backward(input, &self.segments, &self.options);
         let AttentionGradients { dq, dk, dv, dsinks } = gradients;
         [Some(dq), Some(dk), Some(dv), dsinks]
             .into_iter()
             .flatten()
             .collect()
+    }
+}
+
+/// `out, lse` twice to `out, lse`.
+struct Merge {
+    dtype: DType,
+}
+
+impl Pass for Merge {
+    const NAME: &'static str = "merge_attention";
+
+    fn run<B: AttentionBackend>(&self, inputs: Vec<FloatTensor<B>>) -> Vec<FloatTensor<B>> {
+        let mut inputs = inputs.into_iter();
+        let mut next = || inputs.next().expect("described with four inputs");
+        let first = AttentionOutput::new(next(), next());
+        let second = AttentionOutput::new(next(), next());
+        let merged = B::merge_attention(first, second, self.dtype);
+        vec![merged.out, merged.lse]
     }
 }
 
@@ -100,19 +111,18 @@ impl<B: FusionBackend + AttentionBackend, K: Pass> Operation<B::FusionRuntime> f
         let inputs = inputs
             .map(|input| handles.get_float_tensor::<B>(input))
             .collect();
-        let outputs = K::run::<B>(inputs, &self.segments, &self.options);
+        let outputs = self.pass.run::<B>(inputs);
         for (description, output) in self.description.outputs.iter().zip(outputs) {
             handles.register_float_tensor::<B>(&description.id, output);
         }
     }
 }
 
-/// Registers a pass over these inputs, whose outputs have these shapes and dtypes.
+/// Registers an operation on these inputs, whose outputs have these shapes and dtypes.
 fn register<B: FusionBackend + AttentionBackend, K: Pass>(
     inputs: Vec<FloatTensor<Fusion<B>>>,
     outputs: &[(Shape, DType)],
-    segments: &Segments,
-    options: &AttentionOptions,
+    pass: K,
 ) -> Vec<FloatTensor<Fusion<B>>> {
     let client = inputs[0].client.clone();
     let streams = OperationStreams::with_inputs(inputs.iter());
@@ -124,9 +134,8 @@ fn register<B: FusionBackend + AttentionBackend, K: Pass>(
     let description = CustomOpIr::new(K::NAME, &inputs, &outputs);
     let operation = Attention::<B, K> {
         description: description.clone(),
-        segments: segments.clone(),
-        options: options.clone(),
-        pass: PhantomData,
+        pass,
+        backend: PhantomData,
     };
     client.register(streams, OperationIr::Custom(description), operation)
 }
@@ -150,7 +159,11 @@ impl<B: FusionBackend + AttentionBackend> AttentionBackend for Fusion<B> {
         ];
         let AttentionInput { q, k, v, sinks } = input;
         let inputs = [q, k, v].into_iter().chain(sinks).collect();
-        let mut outputs = register::<B, Forward>(inputs, &outputs, segments, options).into_iter();
+        let pass = Forward {
+            segments: segments.clone(),
+            options: options.clone(),
+        };
+        let mut outputs = register::<B, Forward>(inputs, &outputs, pass).into_iter();
         let mut next = || outputs.next().expect("described with two outputs");
         AttentionOutput::new(next(), next())
     }
@@ -185,10 +198,28 @@ impl<B: FusionBackend + AttentionBackend> AttentionBackend for Fusion<B> {
             sinks,
         } = input;
         let inputs = [q, k, v, out, lse, dout].into_iter().chain(sinks).collect();
-        let outputs = register::<B, BackwardPass>(inputs, &outputs, segments, options);
+        let pass = BackwardPass {
+            segments: segments.clone(),
+            options: options.clone(),
+        };
+        let outputs = register::<B, BackwardPass>(inputs, &outputs, pass);
         let mut outputs = outputs.into_iter();
         let mut next = || outputs.next().expect("described with three outputs");
         AttentionGradients::new(next(), next(), next()).with_dsinks(outputs.next())
+    }
+
+    fn merge_attention(
+        first: AttentionOutput<FloatTensor<Self>>,
+        second: AttentionOutput<FloatTensor<Self>>,
+        dtype: DType,
+    ) -> AttentionOutput<FloatTensor<Self>> {
+        check_merge::<Self>(&first, &second).unwrap_or_else(|error| panic!("{error}"));
+        let lse_dtype = lse_dtype(first.lse.dtype());
+        let outputs = [(first.out.shape(), dtype), (first.lse.shape(), lse_dtype)];
+        let inputs = vec![first.out, first.lse, second.out, second.lse];
+        let mut outputs = register::<B, Merge>(inputs, &outputs, Merge { dtype }).into_iter();
+        let mut next = || outputs.next().expect("described with two outputs");
+        AttentionOutput::new(next(), next())
     }
 
     fn attention_routine(

@@ -19,9 +19,12 @@ use burn::tensor::{
 #[cfg(feature = "cubecl")]
 pub use cube::AttentionRuntime;
 
-use crate::definition::{
-    AttentionBackwardInput, AttentionError, AttentionGradients, AttentionInput, AttentionOptions,
-    AttentionOutput, AttentionProblem, RoutineChoice, Segments,
+use crate::{
+    definition::{
+        AttentionBackwardInput, AttentionError, AttentionGradients, AttentionInput,
+        AttentionOptions, AttentionOutput, AttentionProblem, RoutineChoice, Segments,
+    },
+    routines::{check_merge, composed},
 };
 
 /// A backend without autodiff that computes attention over segments, forward and backward.
@@ -53,6 +56,24 @@ pub trait AttentionBackend: Backend {
         segments: &Segments,
         options: &AttentionOptions,
     ) -> AttentionGradients<FloatTensor<Self>>;
+
+    /// Two results of [`Self::attention_forward`] over disjoint sets of keys, without sinks, made the result over both; `out` has this
+    /// dtype, computed in f32 (f64 if `lse` is). The results' own `out` may differ in dtype.
+    ///
+    /// With `lse = ln(exp(lse_a) + exp(lse_b))`, the output is `out_a · exp(lse_a - lse) + out_b · exp(lse_b - lse)`: the online
+    /// softmax (Milakov and Gimelshein, 2018, arXiv:1805.02867) over sets instead of single keys.
+    ///
+    /// # Panics
+    ///
+    /// With the message of an [`AttentionError`](crate::AttentionError) if the shapes differ.
+    fn merge_attention(
+        first: AttentionOutput<FloatTensor<Self>>,
+        second: AttentionOutput<FloatTensor<Self>>,
+        dtype: DType,
+    ) -> AttentionOutput<FloatTensor<Self>> {
+        check_merge::<Self>(&first, &second).unwrap_or_else(|error| panic!("{error}"));
+        composed::merge::<Self>(first, second, dtype)
+    }
 
     /// Which routine a call with tensors of this dtype takes on a device.
     ///

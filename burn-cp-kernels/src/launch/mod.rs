@@ -4,6 +4,7 @@
 
 mod delta;
 pub(crate) mod hopper;
+pub(crate) mod merge;
 pub(crate) mod portable;
 mod schedule;
 #[cfg(feature = "cuda")]

@@ -3,8 +3,8 @@
 use burn::tensor::{DType, TensorMetadata, backend::Backend, ops::FloatTensor};
 
 use crate::definition::{
-    AttentionBackwardInput, AttentionError, AttentionInput, AttentionOptions, AttentionProblem,
-    Segments,
+    AttentionBackwardInput, AttentionError, AttentionInput, AttentionOptions, AttentionOutput,
+    AttentionProblem, Segments,
 };
 
 /// Checks the inputs of a forward pass and derives its sizes.
@@ -52,6 +52,19 @@ pub(crate) fn check_backward<B: Backend>(
     check_tensor::<B>("lse", &input.lse, &lse_shape, &input.q)?;
     check_tensor::<B>("dout", &input.dout, &out_shape, &input.q)?;
     Ok(problem)
+}
+
+/// Checks that two results are of the same queries.
+pub(crate) fn check_merge<B: Backend>(
+    first: &AttentionOutput<FloatTensor<B>>,
+    second: &AttentionOutput<FloatTensor<B>>,
+) -> Result<(), AttentionError> {
+    let shape = dims::<B>("the first out", &first.out)?;
+    let like = &first.out;
+    check_float("the first out", like.dtype())?;
+    check_tensor::<B>("the first lse", &first.lse, &shape[..3], like)?;
+    check_tensor::<B>("the second out", &second.out, &shape, like)?;
+    check_tensor::<B>("the second lse", &second.lse, &shape[..3], like)
 }
 
 /// Checks a tensor of any float dtype.

@@ -18,4 +18,4 @@ mod table;
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub(crate) mod tensor_core;
 
-pub(crate) use check::{check_backward, check_inputs};
+pub(crate) use check::{check_backward, check_inputs, check_merge};

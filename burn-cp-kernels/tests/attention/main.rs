@@ -5,6 +5,7 @@ mod accuracy;
 mod autodiff;
 mod behaviour;
 mod bits;
+mod merging;
 mod support;
 #[cfg(feature = "wgpu")]
 mod wgpu;

@@ -101,6 +101,15 @@ fn grouped_heads_and_dims() {
 }
 
 #[test]
+fn results_over_disjoint_keys_merge() {
+    if !device_exists() {
+        return;
+    }
+    crate::merging::check::<Cube>();
+    crate::merging::check::<Fused>();
+}
+
+#[test]
 fn windows_and_masks() {
     if !device_exists() {
         return;

@@ -16,6 +16,7 @@ pub struct AttentionCall {
     group: ProcessGroup,
     strategy: ExchangeStrategy,
     overlap: bool,
+    keep_keys: bool,
     kernel: burn_cp_kernels::AttentionOptions,
     tracked: bool,
 }
@@ -53,6 +54,7 @@ impl AttentionCall {
             group,
             strategy,
             overlap: false,
+            keep_keys: false,
             kernel,
             tracked: false,
         }
@@ -64,6 +66,14 @@ impl AttentionCall {
     #[must_use]
     pub fn with_overlap(self, overlap: bool) -> Self {
         Self { overlap, ..self }
+    }
+
+    /// The same call, in which [`AllGather`](ExchangeStrategy::AllGather), [`NeededOnly`](ExchangeStrategy::NeededOnly) and
+    /// [`LeftHalo`](ExchangeStrategy::LeftHalo) keep the keys and values that they got for the backward pass, or exchange them again
+    /// there. The same on every rank. [`Ring`](ExchangeStrategy::Ring) always exchanges again.
+    #[must_use]
+    pub fn with_kept_keys(self, keep_keys: bool) -> Self {
+        Self { keep_keys, ..self }
     }
 
     /// The same call, recorded for a backward pass or not.
@@ -156,6 +166,11 @@ impl AttentionCall {
 
     pub(super) fn prepared(&self) -> &PreparedAttention {
         &self.prepared
+    }
+
+    /// Whether what was exchanged is kept for a backward pass that comes.
+    pub(super) fn keeps_keys(&self) -> bool {
+        self.keep_keys && self.tracked
     }
 
     pub(super) fn overlaps(&self) -> bool {

@@ -11,14 +11,19 @@ use crate::{
     plan::{CostShape, ExchangeStrategy},
 };
 
-/// What a driver computed with and what it got. Keys and values of other ranks are not kept, but for those of the heads that
-/// `HeadAllToAll` has traded this rank's others for.
+/// What a driver computed with and what it got. Keys and values of other ranks are kept where the call says so, and those of the heads
+/// that `HeadAllToAll` has traded this rank's others for.
 #[derive(Debug, Clone)]
 pub(super) struct Saved<B: Backend> {
     pub(super) input: AttentionInput<FloatTensor<B>>,
     pub(super) out: FloatTensor<B>,
     pub(super) lse: FloatTensor<B>,
+    /// Keys and values that were exchanged: all that the rank computed with or, with overlap, those of others.
+    pub(super) exchanged: Option<KeysAndValues<B>>,
 }
+
+/// `[1, num_kv_heads, tokens, ..]` each.
+pub(super) type KeysAndValues<B> = (FloatTensor<B>, FloatTensor<B>);
 
 /// What the backward pass of an attention operation needs.
 #[derive(Debug, Clone)]
@@ -72,23 +77,24 @@ pub fn attend_with_state<B: InnerAttention>(
     let strategy = call
         .strategy(&shape)
         .unwrap_or_else(|error| panic!("attention: {error}"));
-    let keep = |output: AttentionOutput<FloatTensor<B>>, exchange| {
+    let keep = |output: AttentionOutput<FloatTensor<B>>, exchanged, exchange| {
         let AttentionOutput { out, lse, .. } = output;
         let saved = Saved {
             input: input.clone(),
             out: out.clone(),
             lse,
+            exchanged,
         };
         (out, saved, exchange)
     };
     let (out, saved, exchange) = if !call.communicates() {
-        let output = gathered::forward::<B>(input.clone(), call, strategy, None);
-        keep(output, None)
+        let (output, _) = gathered::forward::<B>(input.clone(), call, strategy, None);
+        keep(output, None, None)
     } else {
         match strategy {
             ExchangeStrategy::Ring => {
                 let (output, first) = ring::forward::<B>(&input, call);
-                keep(output, first)
+                keep(output, None, first)
             }
             ExchangeStrategy::HeadAllToAll => {
                 let (out, saved, first) = heads::forward::<B>(&input, call);
@@ -96,12 +102,13 @@ pub fn attend_with_state<B: InnerAttention>(
             }
             _ => {
                 let exchange = call.forward();
-                let output = if call.overlaps() {
+                let (output, exchanged) = if call.overlaps() {
                     gathered::overlapped_forward::<B>(&input, call, strategy, exchange)
                 } else {
                     gathered::forward::<B>(input.clone(), call, strategy, Some(exchange))
                 };
-                keep(output, Some(exchange.number))
+                let exchanged = call.keeps_keys().then_some(exchanged);
+                keep(output, exchanged, Some(exchange.number))
             }
         }
     };

@@ -3,16 +3,16 @@
 //! Without overlap the buffer is put together first and one kernel call computes with it, which gives the bits of one device. With
 //! overlap the rank's own keys are computed with while those of others travel, and both parts are merged.
 
-use burn::tensor::{Tensor, TensorMetadata, backend::Backend, ops::FloatTensor};
+use burn::tensor::{Tensor, backend::Backend, ops::FloatTensor};
 use burn_cp_kernels::{
     AttentionBackwardInput, AttentionGradients, AttentionInput, AttentionOutput,
 };
 
 use super::{
     AttentionCall, InnerAttention,
-    driver::{Saved, backward_over, forward_over},
+    driver::{KeysAndValues, Saved, backward_over, forward_over},
     merge::Merger,
-    rows::{self, KvRows, add_rows, pack_buffer, place, take, to_payload, to_tensor},
+    rows::{self, KvRows, pack_buffer, place, rows_of, take},
 };
 use crate::{
     collectives::{Call, Collective, Payload, Pending},
@@ -25,11 +25,12 @@ pub(super) fn forward<B: InnerAttention>(
     call: &AttentionCall,
     strategy: ExchangeStrategy,
     exchange: Option<Call>,
-) -> AttentionOutput<FloatTensor<B>> {
+) -> (AttentionOutput<FloatTensor<B>>, KeysAndValues<B>) {
     let AttentionInput { q, k, v, sinks, .. } = input;
     let (k, v) = buffer::<B>(&k, &v, call, strategy, exchange);
-    let input = AttentionInput::new(q, k, v).with_sinks(sinks);
-    B::attention_forward(input, call.prepared().segments(), call.kernel())
+    let input = AttentionInput::new(q, k.clone(), v.clone()).with_sinks(sinks);
+    let output = B::attention_forward(input, call.prepared().segments(), call.kernel());
+    (output, (k, v))
 }
 
 /// Gradients of [`forward`], whose first operation had the number `of`.
@@ -41,8 +42,10 @@ pub(super) fn backward<B: InnerAttention>(
     of: Option<u64>,
 ) -> AttentionGradients<FloatTensor<B>> {
     let AttentionInput { q, k, v, sinks, .. } = &saved.input;
-    let again = of.map(|of| call.backward("attention again", of));
-    let (k_all, v_all) = buffer::<B>(k, v, call, strategy, again);
+    let (k_all, v_all) = saved.exchanged.clone().unwrap_or_else(|| {
+        let again = of.map(|of| call.backward("attention again", of));
+        buffer::<B>(k, v, call, strategy, again)
+    });
     let (out, lse) = (saved.out.clone(), saved.lse.clone());
     let input = AttentionBackwardInput::new(q.clone(), k_all, v_all, out, lse, dout)
         .with_sinks(sinks.clone());
@@ -162,7 +165,7 @@ pub(super) fn overlapped_forward<B: InnerAttention>(
     call: &AttentionCall,
     strategy: ExchangeStrategy,
     exchange: Call,
-) -> AttentionOutput<FloatTensor<B>> {
+) -> (AttentionOutput<FloatTensor<B>>, KeysAndValues<B>) {
     let AttentionInput { q, k, v, sinks, .. } = input;
     let split = call.prepared().split();
     let kv = KvRows::of::<B>(k, v);
@@ -170,13 +173,13 @@ pub(super) fn overlapped_forward<B: InnerAttention>(
     let remote = RemoteRows::start(rows.clone(), call, strategy, exchange);
     let own = take(&rows, split.own.pieces.iter().map(|piece| &piece.range));
     let own = forward_over::<B>(q, kv.unpack_buffer(own), &split.own, call);
-    let mut merger = Merger::<B>::new(&own);
-    let remote = remote.finish(call);
+    let mut merger = Merger::<B>::new(own);
+    let remote = kv.unpack_buffer(remote.finish(call));
     if split.remote.len > 0 {
-        let remote = forward_over::<B>(q, kv.unpack_buffer(remote), &split.remote, call);
-        merger = merger.add(&remote);
+        let remote = forward_over::<B>(q, remote.clone(), &split.remote, call);
+        merger = merger.add(remote);
     }
-    merger.finish(sinks.as_ref())
+    (merger.finish(sinks.as_ref()), remote)
 }
 
 /// [`backward`] with overlap: gradients of others' keys leave as soon as they are there, those of the rank's own are computed
@@ -188,17 +191,20 @@ pub(super) fn overlapped_backward<B: InnerAttention>(
     strategy: ExchangeStrategy,
     of: u64,
 ) -> AttentionGradients<FloatTensor<B>> {
-    let AttentionInput { q, k, v, .. } = &saved.input;
+    let AttentionInput { k, v, .. } = &saved.input;
     let prepared = call.prepared();
     let split = prepared.split();
     let kv = KvRows::of::<B>(k, v);
     let rows = KvRows::pack::<B>(k, v);
-    let again = call.backward("attention again", of);
-    let remote = RemoteRows::start(rows.clone(), call, strategy, again).finish(call);
+    let remote = saved.exchanged.clone().unwrap_or_else(|| {
+        let again = call.backward("attention again", of);
+        let remote = RemoteRows::start(rows.clone(), call, strategy, again);
+        kv.unpack_buffer(remote.finish(call))
+    });
     let mut dq: Option<Tensor<B, 4>> = None;
     let grads = if split.remote.len > 0 {
-        let grads = backward_over(saved, kv.unpack_buffer(remote), dout, &split.remote, call);
-        dq = Some(to_tensor(Payload::Float(grads.dq).widened()));
+        let grads = backward_over(saved, remote, dout, &split.remote, call);
+        dq = Some(rows::wrap(&grads.dq));
         pack_buffer::<B>(&grads.dk, &grads.dv, split.remote.len)
     } else {
         rows.zeros_like(0, 0)
@@ -210,24 +216,24 @@ pub(super) fn overlapped_backward<B: InnerAttention>(
     let own = take(&rows, &own_ranges);
     let own = backward_over(saved, kv.unpack_buffer(own), dout, &split.own, call);
     let own_rows = pack_buffer::<B>(&own.dk, &own.dv, split.own.len);
-    let mut total = place(&own_rows.widened(), &own_ranges, rows.shape()[0]);
+    let mut parts = rows_of(&own_rows, own_ranges);
     let returned = returning.finish();
+    let num_rows = rows.shape()[0];
     if strategy == ExchangeStrategy::AllGather {
-        total = total.add(returned.widened());
+        parts.push((0..num_rows, returned));
     } else {
-        let mut at = 0;
-        for ranges in &split.back.targets {
-            let num: usize = ranges.iter().map(std::ops::Range::len).sum();
-            total = add_rows(total, returned.rows(0, &(at..at + num)), ranges);
-            at += num;
-        }
+        let targets = split.back.targets.iter().flatten().cloned();
+        parts.extend(rows_of(&returned, targets));
     }
+    let total = Payload::sum_rows(&parts, 0, num_rows, &rows);
     let batch = prepared.plan().documents().batch_size();
-    let (dk, dv) = kv.unpack(total.narrowed(rows.dtype()), batch);
-    let own_dq: Tensor<B, 4> = to_tensor(Payload::Float(own.dq).widened());
-    let dq = dq.map_or_else(|| own_dq.clone(), |dq| own_dq.clone() + dq);
-    let dq = to_payload(dq).narrowed(q.dtype());
-    AttentionGradients::new(rows::unwrap(to_tensor::<B, 4>(dq)), dk, dv).with_dsinks(own.dsinks)
+    let (dk, dv) = kv.unpack(total, batch);
+    // A sum of two is rounded once, whatever it is computed in.
+    let dq = match dq {
+        Some(dq) => rows::unwrap(rows::wrap::<B, 4>(&own.dq) + dq),
+        None => own.dq,
+    };
+    AttentionGradients::new(dq, dk, dv).with_dsinks(own.dsinks)
 }
 
 /// Sends the gradients of others' keys to their owners.

@@ -138,7 +138,16 @@ pub(super) fn forward<B: InnerAttention>(
     let output = B::attention_forward(input.clone(), &trade.heads.segments, call.kernel());
     let AttentionOutput { out, lse, .. } = output;
     let [local] = trade.back::<B, 1>([&out], call.forward());
-    (local, Saved { input, out, lse }, first)
+    (
+        local,
+        Saved {
+            input,
+            out,
+            lse,
+            exchanged: None,
+        },
+        first,
+    )
 }
 
 /// `lse [1, num_heads / size, num_tokens]` of all tokens as `[batch, num_heads, local_tokens]` of this rank's; −∞ at padding. Every
@@ -167,7 +176,9 @@ pub(super) fn backward<B: InnerAttention>(
 ) -> AttentionGradients<FloatTensor<B>> {
     let trade = Trade::of(call);
     let [dout] = trade.there::<B, 1>([dout], call.backward("attention out", of));
-    let Saved { input, out, lse } = saved;
+    let Saved {
+        input, out, lse, ..
+    } = saved;
     let AttentionInput { q, k, v, sinks, .. } = input;
     let input = AttentionBackwardInput::new(q, k, v, out, lse, dout).with_sinks(sinks);
     let gradients = B::attention_backward(input, &trade.heads.segments, call.kernel());

@@ -1,7 +1,7 @@
 //! Attention over sequences that are sharded over ranks.
 //!
 //! Attention is one operation of the autodiff graph: keys and values travel as the plan says, the varlen kernel runs on this
-//! rank's queries, and the backward pass exchanges again instead of keeping what others sent. There is one driver per exchange
+//! rank's queries, and the backward pass exchanges again instead of keeping what others sent, unless told to keep it. There is one driver per exchange
 //! strategy, and each serves every layout: a driver sees segments, pieces and rows, never a policy. This room knows plans, groups
 //! and kernels; it does not know batches or models.
 //!

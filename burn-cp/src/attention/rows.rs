@@ -47,11 +47,23 @@ impl KvRows {
         }
     }
 
-    /// `[batch, num_kv_heads, tokens, ..]` twice -> `[batch · tokens, num_kv_heads · (head_dim + v_head_dim)]`.
+    /// `[batch, num_kv_heads, tokens, ..]` twice -> `[batch · tokens, num_kv_heads · (head_dim + v_head_dim)]`: of each token all
+    /// keys, then all values, so that both can be read where they are.
     pub(super) fn pack<B: Backend>(k: &FloatTensor<B>, v: &FloatTensor<B>) -> Payload<B> {
-        let rows = Tensor::cat(vec![wrap::<B, 4>(k), wrap::<B, 4>(v)], 3).swap_dims(1, 2);
-        let [batch, tokens, heads, width] = rows.dims();
-        to_payload(rows.reshape([batch * tokens, heads * width]))
+        let [k, v] = [k, v].map(|tensor| wrap::<B, 4>(tensor).swap_dims(1, 2));
+        let [batch, tokens, heads, head_dim] = k.dims();
+        let v_head_dim = v.dims()[3];
+        let by_token = |tensor: Tensor<B, 4>, width: usize| tensor.reshape([batch * tokens, width]);
+        to_payload(if head_dim == v_head_dim {
+            // Each is copied once, to its place.
+            by_token(Tensor::cat(vec![k, v], 2), 2 * heads * head_dim)
+        } else {
+            let (k, v) = (
+                by_token(k, heads * head_dim),
+                by_token(v, heads * v_head_dim),
+            );
+            Tensor::cat(vec![k, v], 1)
+        })
     }
 
     /// The inverse of [`Self::pack`], of rows of `batch` equally long streams.
@@ -61,17 +73,21 @@ impl KvRows {
         batch: usize,
     ) -> (FloatTensor<B>, FloatTensor<B>) {
         let tokens = rows.shape()[0] / batch;
-        let both = to_tensor::<B, 2>(rows)
-            .reshape([
-                batch,
-                tokens,
-                self.num_heads,
-                self.head_dim + self.v_head_dim,
-            ])
-            .swap_dims(1, 2);
-        let k = both.clone().narrow(3, 0, self.head_dim);
-        let v = both.narrow(3, self.head_dim, self.v_head_dim);
-        (unwrap(k), unwrap(v))
+        let rows = to_tensor::<B, 2>(rows);
+        let (heads, width) = (self.num_heads, self.num_heads * self.head_dim);
+        let [k, v] = if self.head_dim == self.v_head_dim {
+            let both = rows.reshape([batch, tokens, 2 * heads, self.head_dim]);
+            [0, heads].map(|start| both.clone().narrow(2, start, heads))
+        } else {
+            let v_width = heads * self.v_head_dim;
+            let k = rows.clone().narrow(1, 0, width);
+            let v = rows.narrow(1, width, v_width);
+            [
+                k.reshape([batch, tokens, heads, self.head_dim]),
+                v.reshape([batch, tokens, heads, self.v_head_dim]),
+            ]
+        };
+        (unwrap(k.swap_dims(1, 2)), unwrap(v.swap_dims(1, 2)))
     }
 
     /// The keys and values of a buffer, one stream. Layers and devices fail on empty tensors: an empty buffer is one row that no
@@ -137,6 +153,20 @@ pub(super) fn place<B: Backend>(
         parts.push(rows.zeros_like(0, len - filled));
     }
     Payload::concat(parts, 0, rows)
+}
+
+/// The rows that belong to each of some ranges, one behind the other in `rows`.
+pub(super) fn rows_of<B: Backend>(
+    rows: &Payload<B>,
+    ranges: impl IntoIterator<Item = Range<usize>>,
+) -> Vec<(Range<usize>, Payload<B>)> {
+    let mut at = 0;
+    let part = |range: Range<usize>| {
+        let part = rows.rows(0, &(at..at + range.len()));
+        at += range.len();
+        (range, part)
+    };
+    ranges.into_iter().map(part).collect()
 }
 
 /// `total` with rows added to its rows `ranges`, of which no two overlap.

@@ -46,6 +46,17 @@ pub enum BatchError {
         /// Number of classes.
         vocab_size: usize,
     },
+    /// A loss mask without labels that it could mask.
+    #[error("loss mask: expected labels to be given before it, got none")]
+    NoLabels,
+    /// A loss mask holds something else than 0 and 1.
+    #[error("loss mask, token {token} of all rows: expected 0 or 1, got {got}")]
+    LossMask {
+        /// Token, counted through all rows.
+        token: usize,
+        /// The value.
+        got: f64,
+    },
     /// The documents describe another batch.
     #[error("documents: expected {expected:?} [batch, seq] as the primary stream, got {got:?}")]
     Documents {

@@ -6,7 +6,7 @@ use burn::tensor::backend::Backend;
 use serde::{Deserialize, Serialize};
 
 use super::{BatchError, Media, SequenceBatch, host_bools};
-use crate::layout::{Documents, MaskKind, Placement, check_spans};
+use crate::layout::{Documents, LayoutError, MaskKind, Placement, check_spans};
 
 /// What the user gave, as it was given.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
@@ -15,6 +15,63 @@ pub(crate) struct Marks {
     media_spans: bool,
     prefixes: Option<Vec<Vec<usize>>>,
     masks: Option<Vec<Vec<MaskKind>>>,
+}
+
+impl Marks {
+    /// Those of some rows of a batch with `documents`, whose rows become one: spans stay by row of the batch, the others are
+    /// by placed row.
+    pub(crate) fn stream_of_rows(
+        &self,
+        rows: &Range<usize>,
+        documents: &Documents,
+    ) -> Result<Self, LayoutError> {
+        fn some<T: Clone>(
+            what: &'static str,
+            of: &[Vec<T>],
+            rows: &Range<usize>,
+            documents: &Documents,
+        ) -> Result<Vec<Vec<T>>, LayoutError> {
+            let (expected, got) = (documents.batch_size(), of.len());
+            if expected != got {
+                return Err(LayoutError::NumRows {
+                    what,
+                    expected,
+                    got,
+                });
+            }
+            Ok(of[rows.clone()].to_vec())
+        }
+        // In one row it could no longer be seen whose entry is missing.
+        fn joined<T: Clone>(
+            what: &'static str,
+            of: &[Vec<T>],
+            rows: &Range<usize>,
+            documents: &Documents,
+        ) -> Result<Vec<Vec<T>>, LayoutError> {
+            for (row, (entries, documents)) in of.iter().zip(documents.rows()).enumerate() {
+                let (expected, got) = (documents.len(), entries.len());
+                if expected != got {
+                    return Err(LayoutError::RowLen {
+                        what,
+                        row,
+                        expected,
+                        got,
+                    });
+                }
+            }
+            Ok(vec![some(what, of, rows, documents)?.concat()])
+        }
+        let (spans, prefixes, masks) = (&self.spans, &self.prefixes, &self.masks);
+        let spans = spans.as_deref();
+        let prefixes = prefixes.as_deref();
+        let masks = masks.as_deref();
+        Ok(Self {
+            spans: (spans.map(|of| some("spans", of, rows, documents))).transpose()?,
+            media_spans: self.media_spans,
+            prefixes: (prefixes.map(|of| joined("prefixes", of, rows, documents))).transpose()?,
+            masks: (masks.map(|of| joined("masks", of, rows, documents))).transpose()?,
+        })
+    }
 }
 
 impl<B: Backend> SequenceBatch<B> {

@@ -5,8 +5,10 @@
 
 mod documents;
 mod error;
+mod loss_mask;
 mod marks;
 mod media;
+mod rows;
 mod stream;
 
 use std::collections::BTreeMap;
@@ -14,6 +16,7 @@ use std::collections::BTreeMap;
 use burn::tensor::{Tensor, TensorData, backend::Backend};
 
 pub use error::BatchError;
+pub use loss_mask::IGNORED_LABEL;
 pub(crate) use marks::Marks;
 pub use media::{Media, num_frames, num_merged_tokens, num_patch_rows};
 pub(crate) use stream::{HostInts, filled, host_bools, shard_payload, zeros_payload};
@@ -30,6 +33,9 @@ pub enum Primary<B: Backend> {
     Embeddings(Tensor<B, 3>),
 }
 
+/// Marked tokens `[batch, seq]`, and features of several layers.
+pub(crate) type Deepstack<B> = (TensorData, Vec<Tensor<B, 2>>);
+
 /// One batch of sequences, `batch >= 1` rows of `seq` tokens. Every rank of a context-parallel group holds the same.
 ///
 /// Built from its primary stream by `with_` methods; nothing is checked before it is sharded.
@@ -44,7 +50,7 @@ pub struct SequenceBatch<B: Backend> {
     pub(crate) marks: Marks,
     pub(crate) placement: Option<Placement>,
     pub(crate) media: Vec<Media<B>>,
-    pub(crate) deepstack: Option<(TensorData, Vec<Tensor<B, 2>>)>,
+    pub(crate) deepstack: Option<Deepstack<B>>,
     pub(crate) streams: BTreeMap<String, Stream<B>>,
     pub(crate) dropout_seed: Option<u64>,
 }

@@ -163,25 +163,8 @@ impl Combine {
             // A group has at least one rank, so there is always a sum.
             Self::Sum => Payload::sum(taken).unwrap_or_else(|| like.clone()),
             Self::SumInto(places, num_rows) => {
-                let dtype = like.dtype();
-                let zeros = like.zeros_like(dim, *num_rows);
-                if zeros.is_empty() {
-                    return zeros;
-                }
-                let mut total = zeros.widened();
-                let named = places
-                    .iter()
-                    .zip(taken)
-                    .filter(|(range, _)| !range.is_empty());
-                for (range, rows) in named {
-                    let sum = total.rows(dim, range).add(rows.widened());
-                    total = if *range == (0..*num_rows) {
-                        sum
-                    } else {
-                        total.with_rows(dim, range, sum)
-                    };
-                }
-                total.narrowed(dtype)
+                let parts: Vec<_> = places.iter().cloned().zip(taken).collect();
+                Payload::sum_rows(&parts, dim, *num_rows, like)
             }
             Self::Zeros => like.zeros_like(0, like.shape()[0]),
         }

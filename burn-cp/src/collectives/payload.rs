@@ -299,6 +299,41 @@ impl<B: Backend> Payload<B> {
         }
     }
 
+    /// `num_rows` rows of `dim`, each the sum of the parts' rows that belong there, in the order of the parts: in `f32` at least, but
+    /// for two rows, whose sum is rounded once in any dtype. Rows that no part names are 0; `like` says what is empty.
+    pub(crate) fn sum_rows(
+        parts: &[(Range<usize>, Self)],
+        dim: usize,
+        num_rows: usize,
+        like: &Self,
+    ) -> Self {
+        let mut cuts: Vec<usize> = [0, num_rows]
+            .into_iter()
+            .chain(parts.iter().flat_map(|(range, _)| [range.start, range.end]))
+            .collect();
+        cuts.sort_unstable();
+        cuts.dedup();
+        let pieces = cuts.windows(2).map(|cut| {
+            let of = |(range, rows): &(Range<usize>, Self)| {
+                let covers = range.start <= cut[0] && cut[1] <= range.end;
+                covers.then(|| rows.rows(dim, &(cut[0] - range.start..cut[1] - range.start)))
+            };
+            let mut rows: Vec<Self> = parts.iter().filter_map(of).collect();
+            match (rows.pop(), rows.len()) {
+                (None, _) => like.zeros_like(dim, cut[1] - cut[0]),
+                (Some(last), 0) => last,
+                (Some(last), 1) => rows.swap_remove(0).add(last),
+                (Some(last), _) => {
+                    let dtype = last.dtype();
+                    let wide = rows.into_iter().chain([last]).map(Self::widened);
+                    let sum = wide.reduce(Self::add);
+                    sum.map_or_else(|| like.clone(), |sum| sum.narrowed(dtype))
+                }
+            }
+        });
+        Self::concat(pieces.collect(), dim, like)
+    }
+
     /// The sum of `parts`, in their order. `None` where there is none.
     pub(crate) fn sum(parts: impl IntoIterator<Item = Self>) -> Option<Self> {
         let mut parts = parts.into_iter();

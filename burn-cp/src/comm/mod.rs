@@ -55,7 +55,7 @@ pub(crate) use error::panic_message;
 pub(crate) use hub::{Hub, odd_one_out};
 pub(crate) use mpi::{MPI_AVAILABLE, MpiWire};
 #[cfg(feature = "cuda")]
-pub(crate) use nccl::{Communicator, Element, NcclError, Queue, Ticket, UniqueId};
+pub(crate) use nccl::{Announced, Communicator, Element, NcclError, Queue, Ticket, UniqueId};
 #[cfg(feature = "cuda")]
 pub(crate) use observer::Observer;
 pub(crate) use order::WeakProgramOrder;

@@ -177,6 +177,15 @@ impl Documents {
         positions
     }
 
+    /// The documents of some of the rows alone.
+    pub(crate) fn of_rows(&self, rows: Range<usize>) -> Self {
+        Self {
+            seq_len: self.seq_len,
+            rows: self.rows[rows.clone()].to_vec(),
+            marks: self.marks.of_rows(rows),
+        }
+    }
+
     /// The same documents in one row, the rows one behind the other: token `t` of row `r` becomes token
     /// `r * seq_len + t`.
     ///

@@ -6,7 +6,8 @@ use super::{Document, Documents, LayoutError, TokenLayout};
 
 const WHAT: &str = "dual-chunk-swap";
 
-/// Deals out chunk `r` from the front and chunk `r` from the back of every run of tokens to rank `r`.
+/// Deals out chunk `r` from the front and chunk `r` from the back of every run of tokens to rank `r`. One rank owns all
+/// tokens in order, so that nothing has to divide.
 ///
 /// The runs are the extents of the documents and whatever lies between and behind them. Every token
 /// needs an owner, so that padding outside the documents is dealt out as a document would be.
@@ -19,6 +20,9 @@ pub(super) fn layout(documents: &Documents, world_size: usize) -> Result<TokenLa
         });
     }
     let seq_len = documents.seq_len();
+    if world_size == 1 {
+        return TokenLayout::contiguous(seq_len, 1);
+    }
     let overflow = LayoutError::Overflow {
         what: WHAT,
         got: seq_len,

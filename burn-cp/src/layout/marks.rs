@@ -29,6 +29,18 @@ impl Marks {
         }
     }
 
+    /// Those of some of the rows alone.
+    pub(super) fn of_rows(&self, rows: Range<usize>) -> Self {
+        fn some<T: Clone>(of: Option<&Vec<T>>, rows: &Range<usize>) -> Option<Vec<T>> {
+            of.map(|of| of[rows.clone()].to_vec())
+        }
+        Self {
+            spans: some(self.spans.as_ref(), &rows),
+            prefixes: some(self.prefixes.as_ref(), &rows),
+            masks: some(self.masks.as_ref(), &rows),
+        }
+    }
+
     /// Checks marks that were read from somewhere against their documents.
     pub(super) fn check(&self, documents: &Documents) -> Result<(), LayoutError> {
         if let Some(spans) = &self.spans {

@@ -39,5 +39,5 @@ pub(crate) use marks::check_spans;
 pub use mask::MaskKind;
 pub use placement::Placement;
 pub use policy::LayoutPolicy;
-pub use thd::ThdMetadata;
+pub use thd::{ThdMetadata, ThdTables};
 pub use token_layout::{OwnedRange, TokenLayout};

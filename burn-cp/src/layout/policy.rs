@@ -38,7 +38,7 @@ pub enum LayoutPolicy {
     /// Padding aside, every rank then has the same work under a causal mask over documents. Takes one row
     /// ([`Documents::flattened`]), in which `2 * world_size` divides every extent
     /// ([`align_documents`](super::align_documents)). Padding outside extents is dealt out in the same way;
-    /// between documents it must divide too, at the end of the row it is extended until it does.
+    /// between documents it must divide too, at the end of the row it is extended until it does. For one rank nothing has to.
     DualChunkSwap,
     /// Whole documents, and as few pieces of them as can be, such that every rank has about the same attention work (the mean
     /// at least 0.95 of the most, unless a few tokens or very long documents forbid it), receives few keys and values, and

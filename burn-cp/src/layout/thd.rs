@@ -25,6 +25,58 @@ pub struct ThdMetadata {
     pub padding: Vec<usize>,
 }
 
+/// Boundaries of several packed streams of equal length, in tables: what pipeline schedules hand to their stages.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ThdTables {
+    /// [`ThdMetadata::cu_seqlens`] of each stream; rows with fewer documents are filled up with
+    /// [`Documents::ABSENT_LENGTH`].
+    pub cu_seqlens: Vec<Vec<i64>>,
+    /// [`ThdMetadata::cu_seqlens_padded`] of each stream, filled up likewise; a stream that has none repeats its
+    /// `cu_seqlens`. Absent where no stream has any.
+    pub cu_seqlens_padded: Option<Vec<Vec<i64>>>,
+    /// Longest document of each stream by `cu_seqlens`.
+    pub max_seqlen: Vec<usize>,
+    /// Padding tokens of each stream, ascending.
+    pub padding: Vec<Vec<usize>>,
+}
+
+impl ThdMetadata {
+    /// The boundaries of several streams in tables.
+    pub fn tables(streams: &[Self]) -> ThdTables {
+        let padded = |stream: &Self| {
+            let padded = stream.cu_seqlens_padded.as_ref();
+            padded.unwrap_or(&stream.cu_seqlens).clone()
+        };
+        let some_padded = streams
+            .iter()
+            .any(|stream| stream.cu_seqlens_padded.is_some());
+        ThdTables {
+            cu_seqlens: table(streams.iter().map(|stream| stream.cu_seqlens.clone())),
+            cu_seqlens_padded: some_padded.then(|| table(streams.iter().map(padded))),
+            max_seqlen: streams.iter().map(|stream| stream.max_seqlen).collect(),
+            padding: (streams.iter())
+                .map(|stream| stream.padding.clone())
+                .collect(),
+        }
+    }
+}
+
+/// Rows of one length, absent entries at their ends.
+fn table(rows: impl Iterator<Item = Vec<usize>>) -> Vec<Vec<i64>> {
+    #[allow(
+        clippy::cast_possible_wrap,
+        reason = "boundaries of a stream that is there fit into 63 bits"
+    )]
+    let mut rows: Vec<Vec<i64>> = rows
+        .map(|row| row.into_iter().map(|boundary| boundary as i64).collect())
+        .collect();
+    let len = rows.iter().map(Vec::len).max().unwrap_or(0);
+    for row in &mut rows {
+        row.resize(len, Documents::ABSENT_LENGTH);
+    }
+    rows
+}
+
 impl Documents {
     /// Marks an absent entry in tables of [`from_seq_lens`](Self::from_seq_lens), where rows with fewer
     /// documents are filled up to the length of the others.

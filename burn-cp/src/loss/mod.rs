@@ -9,7 +9,7 @@ use crate::{
     attention::ContextParallelBackend,
     collectives::{self, Payload, read_to_host},
     comm::ProcessGroup,
-    sharder::{CpStep, IGNORED_LABEL, StepError},
+    sharder::{CpStep, IGNORED_LABEL, StepError, ThdStep},
 };
 
 /// A loss as one rank has it, and as all ranks have it together.
@@ -54,6 +54,26 @@ pub struct NumLabels {
     pub global: u64,
 }
 
+impl<B: ContextParallelBackend> ThdStep<B> {
+    /// Labels of all chunks over all ranks of the loss group: what the loss of each chunk is divided by
+    /// ([`CpStep::cross_entropy_over`]). Every rank must call it; host only.
+    ///
+    /// # Errors
+    /// The ranks could not talk to each other.
+    pub fn num_labels(&self) -> Result<NumLabels, StepError> {
+        let local = self.steps().iter().map(CpStep::num_local_labels).sum();
+        num_labels(self.steps()[0].loss_group(), local)
+    }
+}
+
+/// Labels of all ranks, of which this one has `local`.
+fn num_labels(group: &ProcessGroup, local: u64) -> Result<NumLabels, StepError> {
+    let counts = group.host_all_gather("number of labels", local)?;
+    Ok(NumLabels {
+        global: counts.iter().sum(),
+    })
+}
+
 impl<B: ContextParallelBackend> CpStep<B> {
     /// Labels of this rank's tokens that are not ignored.
     pub fn num_local_labels(&self) -> u64 {
@@ -69,12 +89,7 @@ impl<B: ContextParallelBackend> CpStep<B> {
     /// # Errors
     /// The ranks could not talk to each other.
     pub fn num_labels(&self) -> Result<NumLabels, StepError> {
-        let counts = self
-            .loss_group()
-            .host_all_gather("number of labels", self.num_local_labels())?;
-        Ok(NumLabels {
-            global: counts.iter().sum(),
-        })
+        num_labels(self.loss_group(), self.num_local_labels())
     }
 
     /// Mean cross entropy over the labels of all ranks, from this rank's logits `[batch, local_tokens, vocab]`.

@@ -97,24 +97,7 @@ impl AttentionPlan {
                 }
                 Ok(())
             }
-            ExchangeStrategy::HeadAllToAll => {
-                let heads = [
-                    ("heads", shape.num_heads),
-                    ("K/V heads", shape.num_kv_heads),
-                ];
-                match heads
-                    .into_iter()
-                    .find(|(_, num)| !num.is_multiple_of(world_size))
-                {
-                    Some((what, got)) => Err(PlanError::HeadDivisibility {
-                        what,
-                        expected: world_size,
-                        got,
-                    }),
-                    None => Ok(()),
-                }
-            }
-            _ => Ok(()),
+            _ => strategy.check_heads(world_size, shape.num_heads, shape.num_kv_heads),
         }
     }
 

@@ -4,12 +4,9 @@ use burn::tensor::backend::Backend;
 
 use super::{ContextParallelConfig, media::Placeholders};
 use crate::{
-    batch::{BatchError, HostInts, SequenceBatch, host_bools, num_merged_tokens},
+    batch::{BatchError, HostInts, IGNORED_LABEL, SequenceBatch, host_bools, num_merged_tokens},
     layout::Documents,
 };
-
-/// The label that marks a position without a target.
-pub const IGNORED_LABEL: i64 = -100;
 
 /// A checked batch: its integer streams read to the host, its documents known.
 pub(super) struct CheckedBatch {

@@ -74,6 +74,9 @@ pub struct ContextParallelConfig {
     /// Whether `all-gather`, `needed-only` and `left-halo` compute with a rank's own keys while those of others travel. Off, which is
     /// the default, the forward pass gives the bits of one device; on, it is as accurate, and a rank waits less.
     pub overlap: bool,
+    /// Whether `all-gather`, `needed-only` and `left-halo` keep the keys and values of other ranks for the backward pass, at the cost
+    /// of their memory in every layer, instead of exchanging them again, which is the default. The bits are the same.
+    pub keep_keys: bool,
     /// When the vision tower is split over the ranks.
     #[serde(deserialize_with = "VisionShardingConfig::deserialize")]
     pub vision: VisionShardingConfig,
@@ -94,6 +97,7 @@ impl Default for ContextParallelConfig {
             layout: names::DEFAULT_LAYOUT,
             exchange: names::DEFAULT_EXCHANGE,
             overlap: false,
+            keep_keys: false,
             vision: VisionShardingConfig::default(),
             primary: PrimaryStream::default(),
             padding_token_id: 0,

@@ -16,8 +16,8 @@ use super::{
 use crate::{
     attention::ContextParallelBackend,
     batch::SequenceBatch,
-    comm::{Groups, ProcessGroup, ProgramOrder},
-    plan::MaskKind,
+    comm::{CommError, Groups, ProcessGroup, ProgramOrder},
+    plan::{MaskKind, PlanError},
     vision::VisionDelivery,
 };
 
@@ -101,6 +101,16 @@ impl ContextParallel {
         &self.loss
     }
 
+    /// Whether the configured exchange serves attention of so many heads over the group: what can be asked before a model is
+    /// built. Pure host.
+    ///
+    /// # Errors
+    /// [`PlanError::HeadDivisibility`] for the exchange of heads where the number of ranks does not divide one of them.
+    pub fn check_heads(&self, num_heads: usize, num_kv_heads: usize) -> Result<(), PlanError> {
+        let (exchange, ranks) = (self.config.exchange, self.cp.size());
+        exchange.check_heads(ranks, num_heads, num_kv_heads)
+    }
+
     /// Checks a batch, plans it, and cuts out this rank's part. Every rank of the group must call it with the same batch.
     ///
     /// No tensor travels; one host message confirms that all ranks have the same ids, labels, positions, documents, media
@@ -128,7 +138,19 @@ impl ContextParallel {
         device: &B::Device,
         order: ProgramOrder,
     ) -> Result<CpStep<B>, StepError> {
-        let checked = check(&batch, &self.config)?;
+        let (step, digest) = self.prepare(&batch, device, order)?;
+        self.confirm(digest)?;
+        Ok(step)
+    }
+
+    /// Everything of a step that needs no other rank, and the hash of what all ranks must have alike.
+    pub(super) fn prepare<B: ContextParallelBackend>(
+        &self,
+        batch: &SequenceBatch<B>,
+        device: &B::Device,
+        order: ProgramOrder,
+    ) -> Result<(CpStep<B>, [u8; 32]), StepError> {
+        let checked = check(batch, &self.config)?;
         let layout = self
             .config
             .layout
@@ -139,9 +161,9 @@ impl ContextParallel {
             Arrangement::new(checked.size, batch.placement.as_ref(), layout.seq_len())?;
         let places = (&arrangement, &*layout);
         let cut = Cut::new(&self.config, &documents, places, self.cp.rank());
-        let local = cut.streams(&batch, &checked, device);
+        let local = cut.streams(batch, &checked, device);
         let media = batch.media.iter().map(StepMedia::new).collect();
-        let digest = digest(&batch, &checked);
+        let digest = digest(batch, &checked);
         let loss = self.loss.with_order(order.clone());
         let step = CpStep::new(
             self.config.clone(),
@@ -156,9 +178,12 @@ impl ContextParallel {
         both.update(plan);
         both.update(digest);
         both.update(format!("{:?}", self.config));
-        let both: [u8; 32] = both.finalize().into();
-        self.cp.agree("the plan of the step", both, hex)?;
-        Ok(step)
+        Ok((step, both.finalize().into()))
+    }
+
+    /// One host message: do all ranks have what this rank has?
+    pub(super) fn confirm(&self, digest: [u8; 32]) -> Result<(), CommError> {
+        self.cp.agree("the plan of the step", digest, hex)
     }
 }
 

@@ -7,12 +7,12 @@ use burn::tensor::{Tensor, TensorData, backend::Backend};
 use super::{
     ContextParallelConfig, PrimaryStream,
     arrangement::Arrangement,
-    check::{CheckedBatch, IGNORED_LABEL},
+    check::CheckedBatch,
     media::{LocalPlaceholders, Placeholders},
     step::{LocalStreams, Primary},
 };
 use crate::{
-    batch::{self, HostInts, PadRule, SequenceBatch},
+    batch::{self, HostInts, IGNORED_LABEL, PadRule, SequenceBatch},
     collectives::Payload,
     layout::{Documents, TokenLayout},
 };

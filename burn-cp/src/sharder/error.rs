@@ -1,6 +1,6 @@
 //! What can go wrong in a step.
 
-use super::CapabilityError;
+use super::{CapabilityError, ThdError};
 use crate::{
     attention::PrepareError, batch::BatchError, comm::CommError, layout::LayoutError,
     plan::PlanError, vision::VisionError,
@@ -39,6 +39,9 @@ pub enum StepError {
     /// The step holds what the model does not declare to support.
     #[error(transparent)]
     Unsupported(#[from] CapabilityError),
+    /// The batch is not packed as streams must be, or its media do not fit.
+    #[error(transparent)]
+    Thd(#[from] ThdError),
     /// A value does not fit what it is used with.
     #[error("{what}: expected {expected}, got {got}")]
     Invalid {

@@ -136,6 +136,8 @@ impl Case {
             layout,
             exchange,
             overlap,
+            // Half of the cases, each of which stays the same.
+            keep_keys: self.documents.seq_len() % 2 == 1,
             ..ContextParallelConfig::default()
         }
     }

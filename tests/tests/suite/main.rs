@@ -23,6 +23,7 @@ mod placement;
 mod recurrent;
 mod steps;
 mod strategies;
+mod thd;
 mod token_loss;
 mod training;
 mod unpacked_reference;

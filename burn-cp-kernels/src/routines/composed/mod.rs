@@ -14,11 +14,13 @@
 //! that Flex would send to another matmul kernel.
 //!
 //! `walk` says which blocks and tiles there are (host), `mask` makes the masks of tiles that are
-//! partly seen, `scores` applies softcap and dropout, `pieces` puts the results together.
+//! partly seen, `scores` applies softcap and dropout, `pieces` puts the results together; `merge` makes two
+//! results over disjoint sets of keys one.
 
 mod backward;
 mod forward;
 mod mask;
+mod merge;
 mod pieces;
 mod scores;
 mod walk;
@@ -29,6 +31,7 @@ use burn::tensor::{
 
 pub(crate) use backward::backward;
 pub(crate) use forward::forward;
+pub(crate) use merge::merge;
 
 use crate::definition::AttentionProblem;
 

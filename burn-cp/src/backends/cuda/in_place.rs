@@ -1,7 +1,5 @@
 //! Exchanges whose rows are runs of memory: they go from the input straight to their place in the result.
 
-use std::ops::Range;
-
 use burn::tensor::TensorMetadata;
 use burn_cubecl::kernel::into_contiguous;
 
@@ -42,44 +40,57 @@ impl Run<'_> {
             _ => empty(&from, shape),
         };
         let rank = self.group.rank();
-        let at = |base: u64, num_rows: usize| base + (num_rows * row) as u64;
-        let len = |range: &Range<usize>| range.len() * row;
-        let tensors = [&from, &to];
+        // In bytes.
+        let run = move |start: usize, len: usize| ((start * row) as u64, len * row);
+        let gives = (work.gives.iter())
+            .filter(|given| !given.range.is_empty())
+            .map(|given| {
+                let (start, len) = run(given.range.start, given.range.len());
+                (given.destination, start, len)
+            });
+        let gives: Vec<_> = gives.collect();
+        let mut end = 0;
+        let (mut takes, mut copies) = (Vec::new(), Vec::new());
+        for piece in &work.takes {
+            let (start, len) = run(end, piece.range.len());
+            end += piece.range.len();
+            if len == 0 {
+                continue;
+            }
+            if piece.source == rank {
+                copies.push((run(piece.range.start, 0).0, start, len));
+            } else {
+                takes.push((piece.source, start, len));
+            }
+        }
         // Nothing to read from, or to write to: the device has no buffer for it.
-        let named: Vec<_> = (tensors.into_iter())
+        let named: Vec<_> = [&from, &to]
+            .into_iter()
             .filter(|tensor| tensor.shape().num_elements() > 0)
             .cloned()
             .collect();
         if named.is_empty() {
             return Ok(Box::new(move || Ok(with_tensor(&payload, to))));
         }
-        let on_its_way = self.start(named, |queue, addresses| {
+        let on_its_way = self.start(named, move |queue, addresses| {
             let input = addresses.first().copied().unwrap_or_default();
             let output = addresses.last().copied().unwrap_or_default();
-            let places = work.takes.iter().scan(0, |end, piece| {
-                let start = *end;
-                *end += piece.range.len();
-                Some((start, piece))
-            });
-            let places = places.filter(|(_, piece)| !piece.range.is_empty());
             queue.grouped(|| {
-                for given in work.gives.iter().filter(|given| !given.range.is_empty()) {
-                    let address = at(input, given.range.start);
-                    queue.send(given.destination, address, len(&given.range))?;
+                for &(destination, start, len) in &gives {
+                    queue.send(destination, input + start, len)?;
                 }
-                for (start, piece) in places.clone().filter(|(_, piece)| piece.source != rank) {
-                    queue.receive(piece.source, at(output, start), len(&piece.range))?;
+                for &(source, start, len) in &takes {
+                    queue.receive(source, output + start, len)?;
                 }
                 Ok(())
             })?;
-            for (start, piece) in places.filter(|(_, piece)| piece.source == rank) {
-                let address = at(input, piece.range.start);
-                queue.copy(address, at(output, start), len(&piece.range))?;
+            for &(from, to, len) in &copies {
+                queue.copy(input + from, output + to, len)?;
             }
             Ok(())
-        })?;
+        });
         Ok(Box::new(move || {
-            on_its_way.arrive()?;
+            on_its_way.arrive();
             Ok(with_tensor(&payload, to))
         }))
     }

@@ -1,8 +1,6 @@
 //! CUDA: ranks that have a GPU each exchange through NCCL, from device to device and without waiting for either. Ranks as threads that
 //! share a GPU exchange through the host, since NCCL refuses them.
 
-use std::any::Any;
-
 use burn::tensor::{DType, Shape, TensorMetadata};
 use burn_cubecl::{CubeBackend, kernel::into_contiguous, tensor::CubeTensor};
 use cubecl::cuda::CudaRuntime;
@@ -12,13 +10,14 @@ use super::CollectiveRuntime;
 use crate::{
     collectives::{Call, Collective, Later, Payload, Pending, Wire},
     comm::{
-        CommError, Communicator, Element, NcclError, Observer, ProcessGroup, Queue, Ticket,
-        Transport, UniqueId,
+        CommError, Communicator, Element, NcclError, Observer, ProcessGroup, Queue, Transport,
+        UniqueId,
     },
 };
 
 mod device;
 mod in_place;
+mod on_its_way;
 #[cfg(test)]
 mod tests;
 
@@ -48,8 +47,9 @@ impl CollectiveRuntime for CudaRuntime {
             number: call.number,
             what: call.label,
         };
-        run.check_device(ordinal)
-            .unwrap_or_else(|error| error.raise());
+        (run.check_device(ordinal)
+            .and_then(|()| run.check_communicator()))
+        .unwrap_or_else(|error| error.raise());
         if let Some(observer) = &run.observer {
             observer.record(call.number, op.signature(&payload, call));
         }
@@ -165,12 +165,18 @@ impl Run<'_> {
         })
     }
 
+    /// What has gone wrong since, where no rank waited for it.
+    fn check_communicator(&self) -> Result<(), CommError> {
+        (self.communicator.check()).map_err(|error| error.of(self.observer.as_ref(), self.what))
+    }
+
     #[cfg(test)]
     fn collective(
         &self,
         payload: Payload<Plain>,
         op: &Collective,
     ) -> Result<Payload<Plain>, CommError> {
+        self.check_communicator()?;
         self.start_collective(payload, op)?()
     }
 
@@ -186,7 +192,7 @@ impl Run<'_> {
                 let mut all = shape.clone();
                 all[0] = sizes.iter().sum();
                 let num_bytes = shape.num_elements() * dtype.size();
-                self.whole(payload, all, |queue, from, to| {
+                self.whole(payload, all, move |queue, from, to| {
                     queue.all_gather(from, to, num_bytes)
                 })
             }
@@ -196,7 +202,7 @@ impl Run<'_> {
                     return self.by_messages(wide.narrowed(dtype), op);
                 };
                 let len = shape.num_elements();
-                let sum = self.whole(wide, shape, |queue, from, to| {
+                let sum = self.whole(wide, shape, move |queue, from, to| {
                     queue.all_reduce(from, to, len, element)
                 })?;
                 Ok(Box::new(move || Ok(sum()?.narrowed(dtype))))
@@ -211,14 +217,14 @@ impl Run<'_> {
                 let mut part = shape;
                 part[0] = sizes[0];
                 let len = part.num_elements();
-                self.whole(payload, part, |queue, from, to| {
+                self.whole(payload, part, move |queue, from, to| {
                     queue.reduce_scatter(from, to, len, element)
                 })
             }
             Collective::Broadcast { root } if shape.num_elements() > 0 => {
-                let num_bytes = shape.num_elements() * dtype.size();
-                self.whole(payload, shape, |queue, from, to| {
-                    queue.broadcast(from, to, num_bytes, *root)
+                let (num_bytes, root) = (shape.num_elements() * dtype.size(), *root);
+                self.whole(payload, shape, move |queue, from, to| {
+                    queue.broadcast(from, to, num_bytes, root)
                 })
             }
             op if op.moves_runs() && shape[1..].iter().product::<usize>() > 0 => {
@@ -235,15 +241,15 @@ impl Run<'_> {
         &self,
         payload: Payload<Plain>,
         shape: Shape,
-        enqueue: impl FnOnce(&Queue<'_>, u64, u64) -> Result<(), NcclError>,
+        enqueue: impl FnOnce(&Queue<'_>, u64, u64) -> Result<(), NcclError> + Send + 'static,
     ) -> Result<Later<Payload<Plain>>, CommError> {
         let from = into_contiguous(tensor_of(&payload).clone());
         let to = empty(&from, shape);
-        let on_its_way = self.start(vec![from, to.clone()], |queue, addresses| {
+        let on_its_way = self.start(vec![from, to.clone()], move |queue, addresses| {
             enqueue(queue, addresses[0], addresses[1])
-        })?;
+        });
         Ok(Box::new(move || {
-            on_its_way.arrive()?;
+            on_its_way.arrive();
             Ok(with_tensor(&payload, to))
         }))
     }
@@ -256,68 +262,6 @@ impl Run<'_> {
         let work = op.decompose(&payload.shape(), self.group.rank(), self.group.size());
         let mut wire = self;
         work.start(payload, self.group.rank(), &mut wire)
-    }
-
-    /// Starts an operation on tensors, whose addresses it is given. The host waits for nothing.
-    fn start(
-        &self,
-        tensors: Vec<Tensor>,
-        enqueue: impl FnOnce(&Queue<'_>, &[u64]) -> Result<(), NcclError>,
-    ) -> Result<OnItsWay, CommError> {
-        // Asking for its resource submits all work on a buffer; what is asked for is held until later work has been ordered.
-        let mut held = Vec::with_capacity(tensors.len());
-        for tensor in &tensors {
-            let resource = tensor.client.get_resource(tensor.handle.clone());
-            held.push(resource.map_err(|error| CommError::Transport {
-                group: self.group.name().to_owned(),
-                what: self.what.to_owned(),
-                reason: format!("a buffer cannot be used: {error:?}"),
-            })?);
-        }
-        let addresses: Vec<u64> = held
-            .iter()
-            .map(|resource| resource.resource().ptr)
-            .collect();
-        let started = self
-            .communicator
-            .start(self.number, |queue| enqueue(queue, &addresses));
-        let ticket = started.map_err(|error| error.of(self.observer.as_ref(), self.what))?;
-        Ok(OnItsWay {
-            ticket: Some(ticket),
-            observer: self.observer.clone(),
-            what: self.what.to_owned(),
-            _held: Box::new((held, tensors)),
-        })
-    }
-}
-
-/// An operation whose buffers nobody may reuse yet: later work of the device has not been ordered behind it.
-struct OnItsWay {
-    ticket: Option<Ticket>,
-    observer: Option<Observer>,
-    what: String,
-    /// The buffers. Let go after `ticket` has been ordered, since a drop runs before those of the fields.
-    _held: Box<dyn Any>,
-}
-
-impl OnItsWay {
-    /// Orders all later work of the device behind the operation.
-    fn arrive(mut self) -> Result<(), CommError> {
-        let Some(ticket) = self.ticket.take() else {
-            return Ok(());
-        };
-        let ordered = ticket.order_before_later_work();
-        ordered.map_err(|error| error.of(self.observer.as_ref(), &self.what))
-    }
-}
-
-impl Drop for OnItsWay {
-    fn drop(&mut self) {
-        // Nobody takes the result, but its buffers go back to the allocator. An error here is one of the world, which the next
-        // operation reports.
-        if let Some(ticket) = self.ticket.take() {
-            let _ = ticket.order_before_later_work();
-        }
     }
 }
 
@@ -335,32 +279,38 @@ impl Wire<Plain> for &Run<'_> {
         let incoming: Vec<Tensor> = (receives.iter())
             .map(|(_, shape)| empty(tensor_of(like), shape.clone()))
             .collect();
-        let tensors: Vec<Tensor> = outgoing.iter().chain(&incoming).cloned().collect();
-        let mut on_its_way = None;
-        if !tensors.is_empty() {
-            let started = self.start(tensors, |queue, addresses| {
-                let (from, to) = addresses.split_at(outgoing.len());
+        let destinations = sends
+            .into_iter()
+            .map(|(destinations, _)| destinations)
+            .zip(outgoing.iter().map(num_bytes))
+            .collect::<Vec<_>>();
+        let sources = receives
+            .into_iter()
+            .map(|(source, _)| source)
+            .zip(incoming.iter().map(num_bytes))
+            .collect::<Vec<_>>();
+        let tensors: Vec<Tensor> = outgoing.into_iter().chain(incoming.clone()).collect();
+        let on_its_way = (!tensors.is_empty()).then(|| {
+            self.start(tensors, move |queue, addresses| {
+                let (from, to) = addresses.split_at(destinations.len());
                 queue.grouped(|| {
-                    for ((destinations, _), (tensor, address)) in
-                        sends.iter().zip(outgoing.iter().zip(from))
-                    {
+                    for ((destinations, num_bytes), address) in destinations.iter().zip(from) {
                         for destination in destinations {
-                            queue.send(*destination, *address, num_bytes(tensor))?;
+                            queue.send(*destination, *address, *num_bytes)?;
                         }
                     }
-                    for ((source, _), (tensor, address)) in
-                        receives.iter().zip(incoming.iter().zip(to))
-                    {
-                        queue.receive(*source, *address, num_bytes(tensor))?;
+                    for ((source, num_bytes), address) in sources.iter().zip(to) {
+                        queue.receive(*source, *address, *num_bytes)?;
                     }
                     Ok(())
                 })
-            })?;
-            on_its_way = Some(started);
-        }
+            })
+        });
         let like = like.clone();
         Ok(Box::new(move || {
-            on_its_way.map_or(Ok(()), OnItsWay::arrive)?;
+            if let Some(on_its_way) = on_its_way {
+                on_its_way.arrive();
+            }
             let arrived = incoming.into_iter();
             Ok(arrived.map(|tensor| with_tensor(&like, tensor)).collect())
         }))

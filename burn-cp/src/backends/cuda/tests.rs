@@ -206,6 +206,7 @@ fn an_operation_is_started_and_completed_apart() {
     let [source, target] = resources.each_ref().map(|resource| resource.resource().ptr);
     let num_bytes = 64 * 32 * 4;
     let ticket = communicator
+        .announce()
         .start(0, |queue| {
             queue.grouped(|| {
                 queue.send(0, source, num_bytes)?;

@@ -3,8 +3,10 @@
 use std::{
     collections::VecDeque,
     fmt,
-    mem::MaybeUninit,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError, TryLockError,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
     time::{Duration, Instant},
 };
 
@@ -13,35 +15,17 @@ use cudarc::nccl::sys;
 use super::{
     cuda::{Event, Stream},
     error::{NcclError, check_libraries},
-    queue::{Queue, accepted, call},
+    join::{UniqueId, connected},
+    queue::{Queue, accepted},
     watchdog::Watchdog,
 };
-use crate::comm::{CommError, Observer};
+use crate::comm::{CommError, FailureCause, Observer};
 
-/// What the ranks of a communicator have in common before it exists. Made by one of them.
-#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub(crate) struct UniqueId(Vec<u8>);
+/// Operations that may be on their way at once: fewer than the device queues, so that starting one never waits for a peer.
+const MOST_IN_FLIGHT: usize = 256;
 
-impl UniqueId {
-    /// A new one.
-    ///
-    /// # Errors
-    /// NCCL or the driver is not there, or no network interface can be used.
-    pub(crate) fn new() -> Result<Self, NcclError> {
-        check_libraries()?;
-        let id = cudarc::nccl::result::get_uniqueid()
-            .map_err(|error| call("making a unique id", error.0, None))?;
-        Ok(Self(id.internal.iter().map(|byte| *byte as u8).collect()))
-    }
-
-    fn raw(&self) -> sys::ncclUniqueId {
-        let mut internal = [0; 128];
-        for (to, from) in internal.iter_mut().zip(&self.0) {
-            *to = *from as _;
-        }
-        sys::ncclUniqueId { internal }
-    }
-}
+/// How long an abort waits for a call of the library to return.
+const PATIENCE: Duration = Duration::from_millis(200);
 
 /// A communicator that the library holds. Freed by an abort.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -49,6 +33,8 @@ pub(super) struct Raw(pub(super) sys::ncclComm_t);
 
 // SAFETY: NCCL lets other threads than the creating one use a communicator, one at a time, which the mutex around it sees to.
 unsafe impl Send for Raw {}
+// SAFETY: as above; the one use without the mutex is an abort, which NCCL lets another thread make while a call does not return.
+unsafe impl Sync for Raw {}
 
 /// An operation that may not have ended yet.
 pub(super) struct InFlight {
@@ -57,11 +43,21 @@ pub(super) struct InFlight {
     pub(super) end: Arc<Event>,
 }
 
-/// What the rank's thread and the watchdog share.
+/// What the rank's thread, the device's thread and the watchdog share.
 pub(super) struct Shared {
-    pub(super) raw: Mutex<Option<Raw>>,
-    pub(super) stream: Stream,
+    /// `None` once it was aborted or destroyed. Locked during the library's calls.
+    raw: Mutex<Option<Raw>>,
+    /// The same, for an abort of a call that does not return.
+    handle: Raw,
+    aborted: AtomicBool,
+    pub(super) stream: Arc<Stream>,
     pub(super) in_flight: Mutex<VecDeque<InFlight>>,
+    /// The operation that is being started.
+    pub(super) starting: Mutex<Option<(u64, Instant)>>,
+    /// Tasks for the device's thread that use the communicator and have not run yet.
+    num_announced: AtomicUsize,
+    /// What went wrong first where no rank waits for it.
+    error: Mutex<Option<NcclError>>,
     pub(super) observer: Option<Observer>,
     pub(super) deadline: Duration,
 }
@@ -110,9 +106,96 @@ impl Ticket {
     }
 }
 
+/// Permission to use a communicator from the device's thread: it is not taken down before this is dropped.
+#[derive(Debug)]
+pub(crate) struct Announced {
+    shared: Arc<Shared>,
+}
+
+impl Announced {
+    fn new(shared: &Arc<Shared>) -> Self {
+        shared.num_announced.fetch_add(1, Ordering::AcqRel);
+        Self {
+            shared: shared.clone(),
+        }
+    }
+
+    /// Starts operation `number`: what `enqueue` adds runs after all work that was submitted to the device before. The host does
+    /// not wait for it.
+    pub(crate) fn start(
+        &self,
+        number: u64,
+        enqueue: impl FnOnce(&Queue<'_>) -> Result<(), NcclError>,
+    ) -> Result<Ticket, NcclError> {
+        let shared = &self.shared;
+        shared.stream.enter()?;
+        shared.make_room()?;
+        let end = {
+            let _starting = Starting::new(shared, number);
+            let raw = shared.lock()?;
+            shared.stream.wait_for_submitted_work()?;
+            enqueue(&Queue {
+                raw: raw.1,
+                stream: &shared.stream,
+            })?;
+            Arc::new(shared.stream.record()?)
+        };
+        shared.in_flight().push_back(InFlight {
+            number,
+            started: Instant::now(),
+            end: end.clone(),
+        });
+        Ok(Ticket {
+            shared: shared.clone(),
+            end,
+        })
+    }
+
+    /// Another one.
+    pub(crate) fn again(&self) -> Self {
+        Self::new(&self.shared)
+    }
+
+    /// Reports what went wrong where no rank waits for it: the rank's next operation does not start, and the world has failed.
+    pub(crate) fn fail(&self, what: &str, error: NcclError) {
+        self.shared
+            .error
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .get_or_insert_with(|| error.clone());
+        if let Some(observer) = &self.shared.observer {
+            let error = error.of(Some(observer), what);
+            observer.fail(what, FailureCause::Comm(error));
+        }
+    }
+}
+
+impl Drop for Announced {
+    fn drop(&mut self) {
+        self.shared.num_announced.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+/// Marks an operation as being started.
+struct Starting<'a>(&'a Shared);
+
+impl<'a> Starting<'a> {
+    fn new(shared: &'a Shared, number: u64) -> Self {
+        *shared.starting() = Some((number, Instant::now()));
+        Self(shared)
+    }
+}
+
+impl Drop for Starting<'_> {
+    fn drop(&mut self) {
+        *self.0.starting() = None;
+    }
+}
+
 impl Communicator {
-    /// Joins `size` ranks that use the same id. Every rank must call it; `ordinal` is the rank's GPU. Waits for the others until
-    /// the deadline, or until the world has failed.
+    /// Joins `size` ranks that use the same id, and connects them for all that a [`Queue`] can do, so that later calls wait for
+    /// nobody. Every rank must call it; `ordinal` is the rank's GPU. Waits for the others until the deadline, or until the world has
+    /// failed.
     pub(crate) fn new(
         id: &UniqueId,
         [rank, size, ordinal]: [usize; 3],
@@ -120,38 +203,20 @@ impl Communicator {
         deadline: Duration,
     ) -> Result<Self, NcclError> {
         check_libraries()?;
-        let stream = Stream::new(ordinal)?;
-        let mut config = non_blocking();
-        let mut raw = MaybeUninit::uninit();
-        let [c_rank, c_size] = [rank, size].map(|n| i32::try_from(n).unwrap_or(i32::MAX));
-        // SAFETY: the out pointer and the configuration outlive the call, which copies what it keeps.
-        let code = unsafe {
-            sys::ncclCommInitRankConfig(raw.as_mut_ptr(), c_size, id.raw(), c_rank, &raw mut config)
-        };
-        accepted("joining the communicator", code, None)?;
-        // SAFETY: the call was accepted, so it has written the handle.
-        let raw = Raw(unsafe { raw.assume_init() });
-        Self::finish_making(raw, stream, [rank, size, ordinal], observer, deadline)
-    }
-
-    fn finish_making(
-        raw: Raw,
-        stream: Stream,
-        [rank, size, ordinal]: [usize; 3],
-        observer: Option<Observer>,
-        deadline: Duration,
-    ) -> Result<Self, NcclError> {
+        let stream = Arc::new(Stream::new(ordinal)?);
+        let handle = connected(id, [rank, size], &stream, observer.as_ref(), deadline)?;
         let shared = Arc::new(Shared {
-            raw: Mutex::new(Some(raw)),
+            raw: Mutex::new(Some(handle)),
+            handle,
+            aborted: AtomicBool::new(false),
             stream,
             in_flight: Mutex::default(),
+            starting: Mutex::default(),
+            num_announced: AtomicUsize::new(0),
+            error: Mutex::default(),
             observer,
             deadline,
         });
-        if let Err(error) = shared.settle("joining the communicator") {
-            shared.abort();
-            return Err(error);
-        }
         let watchdog = Watchdog::start(&shared);
         Ok(Self {
             shared,
@@ -166,38 +231,21 @@ impl Communicator {
         self.ordinal
     }
 
-    /// Starts operation `number`: what `enqueue` adds runs after all work that was submitted to the device before. The host does
-    /// not wait for it.
-    pub(crate) fn start(
-        &self,
-        number: u64,
-        enqueue: impl FnOnce(&Queue<'_>) -> Result<(), NcclError>,
-    ) -> Result<Ticket, NcclError> {
-        let shared = &self.shared;
-        shared.stream.enter()?;
-        {
-            let raw = shared.lock()?;
-            shared.stream.wait_for_submitted_work()?;
-            enqueue(&Queue {
-                raw: raw.1,
-                stream: &shared.stream,
-            })?;
+    /// For a task of the device's thread.
+    pub(crate) fn announce(&self) -> Announced {
+        Announced::new(&self.shared)
+    }
+
+    /// Refuses if an earlier operation has failed, or all were aborted.
+    pub(crate) fn check(&self) -> Result<(), NcclError> {
+        let error = (self.shared.error.lock()).unwrap_or_else(PoisonError::into_inner);
+        if let Some(error) = &*error {
+            return Err(error.clone());
         }
-        shared.settle("starting an operation")?;
-        let end = Arc::new(shared.stream.record()?);
-        let mut in_flight = shared
-            .in_flight
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        in_flight.push_back(InFlight {
-            number,
-            started: Instant::now(),
-            end: end.clone(),
-        });
-        Ok(Ticket {
-            shared: shared.clone(),
-            end,
-        })
+        if self.shared.aborted.load(Ordering::Acquire) {
+            return Err(NcclError::Aborted);
+        }
+        Ok(())
     }
 
     /// Ends everything that runs or waits in the communicator.
@@ -214,60 +262,90 @@ impl Drop for Communicator {
 }
 
 /// A guard of a communicator that has not been aborted.
-pub(super) struct Alive<'a>(
-    #[allow(dead_code, reason = "held")] MutexGuard<'a, Option<Raw>>,
-    Raw,
-);
+struct Alive<'a>(MutexGuard<'a, Option<Raw>>, Raw);
 
 impl Shared {
-    fn guard(&self) -> MutexGuard<'_, Option<Raw>> {
-        self.raw.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(super) fn in_flight(&self) -> MutexGuard<'_, VecDeque<InFlight>> {
+        self.in_flight
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn lock(&self) -> Result<Alive<'_>, NcclError> {
-        let guard = self.guard();
-        let raw = guard.ok_or(NcclError::Aborted)?;
-        Ok(Alive(guard, raw))
+    pub(super) fn starting(&self) -> MutexGuard<'_, Option<(u64, Instant)>> {
+        self.starting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until NCCL has taken what it was given: connections are made when they are first needed. Not for the device.
-    fn settle(&self, what: &'static str) -> Result<(), NcclError> {
+    fn has_failed(&self) -> bool {
+        let observer = self.observer.as_ref();
+        observer.is_some_and(|world| world.failure().is_some())
+            || self.aborted.load(Ordering::Acquire)
+    }
+
+    fn lock(&self) -> Result<Alive<'_>, NcclError> {
+        let guard = self.raw.lock().unwrap_or_else(PoisonError::into_inner);
+        let raw = guard.filter(|_| !self.aborted.load(Ordering::Acquire));
+        Ok(Alive(guard, raw.ok_or(NcclError::Aborted)?))
+    }
+
+    /// Waits until few enough operations are on their way.
+    fn make_room(&self) -> Result<(), NcclError> {
         let start = Instant::now();
         loop {
-            let code = self.error()?;
-            match code {
-                sys::ncclResult_t::ncclSuccess => return Ok(()),
-                sys::ncclResult_t::ncclInProgress => {}
-                code => return Err(call(what, code, self.lock().ok().map(|raw| raw.1))),
+            self.drop_ended()?;
+            if self.in_flight().len() < MOST_IN_FLIGHT {
+                return Ok(());
             }
             let waited = start.elapsed();
-            let failed = self
-                .observer
-                .as_ref()
-                .is_some_and(|world| world.failure().is_some());
-            if failed || waited > self.deadline {
+            if self.has_failed() || waited > self.deadline {
+                let what = "the operations before it";
                 return Err(NcclError::Slow { what, waited });
             }
-            if waited > Duration::from_micros(200) {
-                std::thread::sleep(Duration::from_micros(50));
-            }
+            std::thread::sleep(Duration::from_micros(50));
         }
     }
 
-    /// What NCCL has to say of the communicator.
+    /// Forgets operations that have ended; the first that has not.
+    pub(super) fn drop_ended(&self) -> Result<Option<(u64, Instant)>, NcclError> {
+        let mut in_flight = self.in_flight();
+        while let Some(first) = in_flight.front() {
+            if !first.end.has_happened()? {
+                return Ok(Some((first.number, first.started)));
+            }
+            in_flight.pop_front();
+        }
+        Ok(None)
+    }
+
+    /// What NCCL has to say of the communicator; nothing while it is being used.
     pub(super) fn error(&self) -> Result<sys::ncclResult_t, NcclError> {
-        let raw = self.lock()?;
+        let raw = match self.raw.try_lock() {
+            Err(TryLockError::WouldBlock) => return Ok(sys::ncclResult_t::ncclSuccess),
+            Err(TryLockError::Poisoned(guard)) => guard.into_inner(),
+            Ok(guard) => guard,
+        };
+        let handle = raw.ok_or(NcclError::Aborted)?;
         let mut state = sys::ncclResult_t::ncclSuccess;
         // SAFETY: alive while the lock is held; the out pointer outlives the call.
-        let code = unsafe { sys::ncclCommGetAsyncError(raw.1.0, &raw mut state) };
-        accepted("asking for errors", code, Some(raw.1))?;
+        let code = unsafe { sys::ncclCommGetAsyncError(handle.0, &raw mut state) };
+        accepted("asking for errors", code, Some(handle))?;
         Ok(state)
     }
 
     pub(super) fn abort(&self) {
-        if let Some(raw) = self.guard().take() {
-            // SAFETY: taken out, so that nobody uses it any more. There is nothing to do about an error.
-            unsafe { sys::ncclCommAbort(raw.0) };
+        let start = Instant::now();
+        let mut guard = loop {
+            match self.raw.try_lock() {
+                Ok(guard) => break Some(guard),
+                Err(TryLockError::Poisoned(guard)) => break Some(guard.into_inner()),
+                // A call waits, perhaps for a peer that is gone: NCCL lets another thread end it.
+                Err(TryLockError::WouldBlock) if start.elapsed() > PATIENCE => break None,
+                Err(TryLockError::WouldBlock) => std::thread::sleep(Duration::from_millis(1)),
+            }
+        };
+        let gone = guard.as_mut().is_some_and(|guard| guard.take().is_none());
+        if !gone && !self.aborted.swap(true, Ordering::AcqRel) {
+            // SAFETY: once, and not after it was destroyed, which takes it out of the lock. There is nothing to do about an error.
+            unsafe { sys::ncclCommAbort(self.handle.0) };
         }
     }
 
@@ -275,60 +353,26 @@ impl Shared {
     fn close(&self) {
         let start = Instant::now();
         let idle = loop {
-            let in_flight = self
-                .in_flight
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner);
-            if in_flight
-                .iter()
-                .all(|op| op.end.has_happened().unwrap_or(false))
-            {
-                break true;
-            }
-            drop(in_flight);
-            let failed = self
-                .observer
-                .as_ref()
-                .is_some_and(|world| world.failure().is_some());
-            if failed || start.elapsed() > self.deadline || self.guard().is_none() {
+            if self.has_failed() || start.elapsed() > self.deadline {
                 break false;
             }
-            std::thread::sleep(Duration::from_millis(1));
+            let announced = self.num_announced.load(Ordering::Acquire);
+            match self.drop_ended() {
+                Ok(None) if announced == 0 => break true,
+                Ok(_) => std::thread::sleep(Duration::from_millis(1)),
+                Err(_) => break false,
+            }
         };
         if !idle {
             // Destroying would wait for what runs, which may wait for ranks that are gone.
-            self.abort();
-        } else if let Some(raw) = self.guard().take() {
-            // SAFETY: as in `abort`.
+            return self.abort();
+        }
+        let raw = self.lock().ok().and_then(|mut alive| alive.0.take());
+        if let Some(raw) = raw {
+            // SAFETY: taken out, so that nobody uses it any more.
             unsafe { sys::ncclCommDestroy(raw.0) };
         }
     }
-}
-
-/// A configuration that leaves everything to NCCL, but for calls that return before they are done.
-fn non_blocking() -> sys::ncclConfig_t {
-    const UNDEFINED: i32 = i32::MIN;
-    const MAGIC: u32 = 0xcafe_beef;
-    // The version of the headers that the bindings were made from decides what NCCL reads; see NCCL_CONFIG_INITIALIZER.
-    const VERSION: u32 = 22_800;
-    // SAFETY: a struct of integers and pointers, for which zeros are legal; what NCCL must not read as given is set below.
-    let mut config: sys::ncclConfig_t = unsafe { std::mem::zeroed() };
-    config.size = size_of::<sys::ncclConfig_t>();
-    config.magic = MAGIC;
-    config.version = VERSION;
-    config.blocking = 0;
-    config.cgaClusterSize = UNDEFINED;
-    config.minCTAs = UNDEFINED;
-    config.maxCTAs = UNDEFINED;
-    config.splitShare = UNDEFINED;
-    config.trafficClass = UNDEFINED;
-    config.collnetEnable = UNDEFINED;
-    config.CTAPolicy = UNDEFINED;
-    config.shrinkShare = UNDEFINED;
-    config.nvlsCTAs = UNDEFINED;
-    config.nChannelsPerNetPeer = UNDEFINED;
-    config.nvlinkCentricSched = UNDEFINED;
-    config
 }
 
 impl NcclError {

@@ -82,6 +82,15 @@ impl Stream {
         })
     }
 
+    /// Uninitialised memory that is freed, as the stream's next operation, when it is dropped.
+    pub(super) fn scratch(&self, num_bytes: usize) -> Result<Scratch<'_>, NcclError> {
+        // SAFETY: the stream is alive.
+        let address = driver("allocating", unsafe {
+            result::malloc_async(self.stream, num_bytes)
+        })?;
+        Ok(Scratch(self, address))
+    }
+
     /// An event that happens when the stream's work so far has ended.
     pub(super) fn record(&self) -> Result<Event, NcclError> {
         let event = Event::new()?;
@@ -111,6 +120,23 @@ impl Drop for Stream {
             let _ = result::stream::destroy(self.stream);
             let _ = result::primary_ctx::release(self.device);
         }
+    }
+}
+
+/// Memory for one stream's operations.
+#[derive(Debug)]
+pub(super) struct Scratch<'a>(&'a Stream, sys::CUdeviceptr);
+
+impl Scratch<'_> {
+    pub(super) fn address(&self) -> u64 {
+        self.1
+    }
+}
+
+impl Drop for Scratch<'_> {
+    fn drop(&mut self) {
+        // SAFETY: of this stream, whose operations have it until the freeing runs. An error has nobody to go to.
+        let _ = unsafe { result::free_async(self.1, self.0.stream) };
     }
 }
 

@@ -28,6 +28,9 @@ pub(crate) enum NcclError {
         what: &'static str,
         error: DriverError,
     },
+    /// The device's allocator has no such buffer.
+    #[error("a buffer cannot be used: {0}")]
+    Buffer(String),
     /// The communicator was aborted earlier.
     #[error("the communicator has been aborted")]
     Aborted,

@@ -5,6 +5,11 @@
 //! starts when all work that was submitted before has ended, and work that is submitted after
 //! [`Ticket::order_before_later_work`] starts when the operation has ended. Buffers must be kept until then, and not longer.
 //!
+//! The calls themselves are made by the thread that works for the device ([`Announced::start`]), so that a rank's thread does not wait
+//! for that one either. Communicators are blocking ones, since NCCL starts a thread per call of the others, which takes longer than a
+//! small operation; ranks connect for all that they can do when they join, and few operations are on their way at once, so that a call
+//! returns at once.
+//!
 //! # What can go wrong
 //!
 //! Ranks do not meet before they move tensors. Each records what it starts on the control plane; a watchdog looks for errors that NCCL
@@ -15,9 +20,11 @@
 mod communicator;
 mod cuda;
 mod error;
+mod join;
 mod queue;
 mod watchdog;
 
-pub(crate) use communicator::{Communicator, Ticket, UniqueId};
+pub(crate) use communicator::{Announced, Communicator, Ticket};
 pub(crate) use error::NcclError;
+pub(crate) use join::UniqueId;
 pub(crate) use queue::{Element, Queue};

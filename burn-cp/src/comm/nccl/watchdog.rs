@@ -2,7 +2,7 @@
 
 use std::{
     sync::{
-        Arc, PoisonError,
+        Arc,
         mpsc::{self, RecvTimeoutError},
     },
     thread,
@@ -71,21 +71,13 @@ fn fault(shared: &Shared) -> Option<Fault> {
         }
         Err(error) => return Some(Fault::Nccl(error)),
     }
-    let mut in_flight = shared
-        .in_flight
-        .lock()
-        .unwrap_or_else(PoisonError::into_inner);
-    loop {
-        let first = in_flight.front()?;
-        match first.end.has_happened() {
-            Ok(true) => drop(in_flight.pop_front()),
-            Ok(false) => {
-                let (number, waited) = (first.number, first.started.elapsed());
-                return (waited > shared.deadline).then_some(Fault::Late { number, waited });
-            }
-            Err(error) => return Some(Fault::Nccl(error)),
-        }
-    }
+    let first = match shared.drop_ended() {
+        Ok(first) => first.or_else(|| *shared.starting()),
+        Err(error) => return Some(Fault::Nccl(error)),
+    };
+    let (number, started) = first?;
+    let waited = started.elapsed();
+    (waited > shared.deadline).then_some(Fault::Late { number, waited })
 }
 
 fn report(shared: &Shared, fault: &Fault) {

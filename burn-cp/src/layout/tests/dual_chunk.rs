@@ -73,6 +73,14 @@ fn one_document_is_dealt_out_as_head_tail_does() {
 }
 
 #[test]
+fn one_rank_owns_everything_in_order_whatever_the_lengths_are() {
+    for cu_seqlens in [&[0, 3, 6][..], &[0, 1, 5], &[0, 7]] {
+        let layout = deal(&boundaries(cu_seqlens, 7), 1).unwrap();
+        assert_eq!(layout, TokenLayout::contiguous(7, 1).unwrap());
+    }
+}
+
+#[test]
 fn empty_documents_own_no_token() {
     let layout = deal(&boundaries(&[0, 0, 4, 4, 4, 12, 12], 12), 2).unwrap();
     assert_eq!(layout, deal(&boundaries(&[0, 4, 12], 12), 2).unwrap());

@@ -56,6 +56,49 @@ fn boundaries_of_packed_rows_are_reported_with_a_tail_counted_to_the_last_docume
 }
 
 #[test]
+fn boundaries_of_several_streams_are_tables_with_absent_ends() {
+    // Of each stream: real lengths, padded lengths, tokens. Then the tables.
+    type Stream<'a> = (&'a [usize], &'a [usize], usize);
+    type Row<'a> = (
+        &'a [Stream<'a>],
+        &'a [&'a [i64]],
+        Option<&'a [&'a [i64]]>,
+        &'a [usize],
+    );
+    let table: &[Row<'_>] = &[
+        (
+            &[(&[3, 3], &[3, 3], 6), (&[6], &[6], 6)],
+            &[&[0, 3, 6], &[0, 6, ABSENT]],
+            None,
+            &[3, 6],
+        ),
+        // A stream whose tail counts to its last document repeats its boundaries where another one has padding between.
+        (
+            &[(&[3, 3], &[3, 5], 8), (&[1, 2, 2], &[2, 2, 4], 8)],
+            &[&[0, 3, 8, ABSENT], &[0, 1, 3, 5]],
+            Some(&[&[0, 3, 8, ABSENT], &[0, 2, 4, 8]]),
+            &[5, 2],
+        ),
+        (&[], &[], None, &[]),
+    ];
+    for (streams, cu_seqlens, padded, max_seqlen) in table {
+        let streams: Vec<ThdMetadata> = (streams.iter())
+            .map(|(real, padded, len)| {
+                let documents =
+                    Documents::from_padded_lengths(&[real.to_vec()], &[padded.to_vec()], *len);
+                documents.unwrap().thd_metadata().unwrap()
+            })
+            .collect();
+        let got = ThdMetadata::tables(&streams);
+        assert_eq!(got.cu_seqlens, rows(cu_seqlens));
+        assert_eq!(got.cu_seqlens_padded, padded.map(rows));
+        assert_eq!(got.max_seqlen, *max_seqlen);
+        let padding = streams.into_iter().map(|stream| stream.padding);
+        assert!(padding.eq(got.padding));
+    }
+}
+
+#[test]
 fn boundaries_hold_empty_documents_and_padding_ahead_of_all() {
     let metadata = |ids: &[&[i64]]| {
         Documents::from_ids(&rows(ids))

@@ -164,6 +164,7 @@ fn what_is_written_is_read_again() {
                     layout: layout.clone(),
                     exchange,
                     overlap: true,
+                    keep_keys: true,
                     primary,
                     padding_token_id: 7,
                     ..ContextParallelConfig::default()

@@ -128,5 +128,6 @@ impl<B: ContextParallelBackend> CpStep<B> {
             options,
         )
         .with_overlap(self.inner.config.overlap)
+        .with_kept_keys(self.inner.config.keep_keys)
     }
 }
