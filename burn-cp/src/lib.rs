@@ -18,6 +18,7 @@
 //! | [`nn`] | models and layers over steps |
 //! | [`loss`], [`optim`] | token-mean losses, gradients over ranks |
 //! | [`launch`] | ranks as threads or processes |
+//! | `train` | runs that burn-train drives (feature `train`) |
 //!
 //! `backends` is the one place that knows Burn's internals.
 
@@ -36,6 +37,8 @@ pub mod optim;
 pub mod plan;
 pub mod recurrent;
 pub mod sharder;
+#[cfg(feature = "train")]
+pub mod train;
 pub mod vision;
 
 #[cfg(feature = "cubecl")]

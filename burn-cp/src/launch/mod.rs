@@ -14,7 +14,8 @@ mod threads;
 use std::{
     any::Any,
     error::Error,
-    panic::{AssertUnwindSafe, catch_unwind},
+    panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
+    sync::Arc,
     time::Duration,
 };
 
@@ -64,6 +65,23 @@ pub enum LaunchError {
     },
 }
 
+/// An error that left a rank's closure as a panic.
+struct Raised(Arc<dyn Error + Send + Sync>);
+
+/// Ends this rank's closure with an error, from where none can be returned, such as a step of burn-train's: the launcher reports
+/// it as if the closure had returned it.
+///
+/// Unwinds without the panic hook's message, so outside of a launcher's closure the log alone says why.
+pub fn raise(error: impl Into<Box<dyn Error + Send + Sync>>) -> ! {
+    match error.into().downcast::<CommError>() {
+        Ok(error) => error.raise(),
+        Err(error) => {
+            tracing::error!(%error, "a rank ends");
+            resume_unwind(Box::new(Raised(error.into())))
+        }
+    }
+}
+
 /// Runs a rank's closure: its value, or why there is none.
 fn outcome<T, E>(f: impl FnOnce() -> Result<T, E>) -> (Option<T>, Option<FailureCause>)
 where
@@ -86,6 +104,9 @@ fn cause_of_error(error: Box<dyn Error + Send + Sync>) -> FailureCause {
 fn cause_of_panic(payload: &(dyn Any + Send)) -> FailureCause {
     if let Some(error) = payload.downcast_ref::<CommError>() {
         return FailureCause::Comm(error.clone());
+    }
+    if let Some(Raised(error)) = payload.downcast_ref() {
+        return FailureCause::Error(error.clone());
     }
     FailureCause::Panic(panic_message(payload))
 }
