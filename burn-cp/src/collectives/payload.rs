@@ -69,6 +69,14 @@ impl<B: Backend> CollectiveElement<B> for Bool {
     }
 }
 
+/// A cast, for which a device has no kernel where there are no elements.
+fn cast<B: Backend>(tensor: FloatTensor<B>, dtype: FloatDType) -> FloatTensor<B> {
+    if tensor.shape().num_elements() == 0 {
+        return B::float_empty(tensor.shape(), &B::float_device(&tensor), dtype);
+    }
+    B::float_cast(tensor, dtype)
+}
+
 fn slices(shape: &Shape, dim: usize, range: &Range<usize>) -> Vec<Slice> {
     (0..shape.num_dims())
         .map(|d| {
@@ -120,6 +128,10 @@ impl<B: Backend> Payload<B> {
     /// The same elements in another shape.
     pub(crate) fn reshape(self, shape: &[usize]) -> Self {
         let shape = Shape::from(shape.to_vec());
+        // Devices copy nothing by a kernel without units, which CUDA refuses.
+        if self.is_empty() {
+            return self.without_elements(shape);
+        }
         match self {
             Self::Float(tensor) => Self::Float(B::float_reshape(tensor, shape)),
             Self::Int(tensor) => Self::Int(B::int_reshape(tensor, shape)),
@@ -276,6 +288,9 @@ impl<B: Backend> Payload<B> {
     /// # Panics
     /// On booleans, which the public functions do not let through.
     pub(crate) fn add(self, other: Self) -> Self {
+        if self.is_empty() {
+            return self;
+        }
         match (self, other) {
             (Self::Float(lhs), Self::Float(rhs)) => Self::Float(B::float_add(lhs, rhs)),
             (Self::Int(lhs), Self::Int(rhs)) => Self::Int(B::int_add(lhs, rhs)),
@@ -287,7 +302,7 @@ impl<B: Backend> Payload<B> {
     pub(crate) fn widened(self) -> Self {
         match self {
             Self::Float(tensor) if matches!(tensor.dtype(), DType::F16 | DType::BF16) => {
-                Self::Float(B::float_cast(tensor, FloatDType::F32))
+                Self::Float(cast::<B>(tensor, FloatDType::F32))
             }
             other => other,
         }
@@ -297,7 +312,7 @@ impl<B: Backend> Payload<B> {
     pub(crate) fn narrowed(self, dtype: DType) -> Self {
         match self {
             Self::Float(tensor) if tensor.dtype() != dtype => {
-                Self::Float(B::float_cast(tensor, dtype.into()))
+                Self::Float(cast::<B>(tensor, dtype.into()))
             }
             other => other,
         }

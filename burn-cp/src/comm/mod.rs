@@ -23,6 +23,8 @@
 mod bind;
 mod error;
 mod group;
+#[cfg(feature = "cuda")]
+mod helpers;
 mod hub;
 mod meeting;
 mod mpi;
@@ -52,6 +54,8 @@ pub use tcp::{ConnectError, Refusal};
 pub use world::RankContext;
 
 pub(crate) use error::panic_message;
+#[cfg(feature = "cuda")]
+pub(crate) use helpers::{Helper, wait_for_helpers};
 pub(crate) use hub::{Hub, odd_one_out};
 pub(crate) use mpi::{MPI_AVAILABLE, MpiWire};
 #[cfg(feature = "cuda")]

@@ -61,6 +61,12 @@ impl Observer {
             .map(|failure| failure.as_peer_failure())
     }
 
+    /// A thread that works for this rank's world.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn helper(&self) -> super::Helper {
+        super::Helper::of(&self.world)
+    }
+
     /// Makes this rank's failure the world's first, if there is none yet.
     pub(crate) fn fail(&self, op: &str, cause: FailureCause) {
         self.world

@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{LaunchError, Place, Rendezvous, outcome};
+use super::{LaunchError, Place, Rendezvous, outcome, wait_for_helpers};
 use crate::comm::{
     Client, ConnectError, Control, DEFAULT_DEADLINE, FailureCause, Hub, Listener, MPI_AVAILABLE,
     MpiError, MpiWire, Processes, RankContext, RankFailure, World,
@@ -161,6 +161,10 @@ impl Process {
             (None, Some(cause))
         });
         let failure = end(self.context.world(), rank, cause.clone());
+        wait_for_helpers(match &**self.context.world() {
+            World::Threads(hub) => Some(hub),
+            World::Processes(_) => None,
+        });
         match (failure, value) {
             (None, Some(value)) => Ok(value),
             (Some(failure), _) => Err(own(failure, rank, cause).into()),

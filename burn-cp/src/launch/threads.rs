@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{LaunchError, outcome};
+use super::{LaunchError, outcome, wait_for_helpers};
 use crate::comm::{DEFAULT_DEADLINE, FailureCause, Hub, RankContext};
 
 /// How [`threads_with`] and [`threads_detached`] run their ranks.
@@ -87,6 +87,7 @@ where
             .map(|handle| handle.join().ok().flatten())
             .collect::<Vec<_>>())
     })?;
+    wait_for_helpers(Some(&hub));
     finish(&hub, results)
 }
 
@@ -170,6 +171,9 @@ impl<T> DetachedWorld<T> {
             }
             let late = failed_at.is_some_and(|at| at.elapsed() >= GRACE);
             if late || start.elapsed() >= timeout {
+                if failure.is_some() {
+                    wait_for_helpers(Some(&self.hub));
+                }
                 return Err(match failure {
                     Some(failure) => failure.into(),
                     None => LaunchError::StillRunning {
@@ -179,6 +183,7 @@ impl<T> DetachedWorld<T> {
                 });
             }
         }
+        wait_for_helpers(Some(&self.hub));
         finish(&self.hub, results)
     }
 }

@@ -159,7 +159,7 @@ mod tests {
 
     #[test]
     fn slices_give_the_items_of_each_pass_between_them() {
-        let source = TrainConfig::default().packs(crate::data::Split::Train);
+        let source = <TrainConfig>::default().packs(crate::data::Split::Train);
         let whole = PackLoader::new(Arc::new(source.unwrap()), 5, 2);
         let slice = |start, end| DataLoader::<Flex, _>::slice(&whole, start, end);
         let slices = [slice(0, 2), slice(2, 9)];

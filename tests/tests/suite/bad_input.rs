@@ -36,7 +36,8 @@ pub(crate) fn refused_with(
     });
     let mut errors =
         results.unwrap_or_else(|error| panic!("a refused batch must not end the world: {error}"));
-    assert!(start.elapsed() < DEADLINE / 2, "took {:?}", start.elapsed());
+    // A device makes its kernels meanwhile.
+    assert!(start.elapsed() < DEADLINE, "took {:?}", start.elapsed());
     assert_eq!(errors[0].to_string(), errors[1].to_string());
     errors.swap_remove(0)
 }

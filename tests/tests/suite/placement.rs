@@ -111,7 +111,6 @@ impl Streams {
         let [rows, seq] = self.size;
         let device = device();
         let deepstack = self.image.iter().filter(|marked| **marked).count();
-        let layer = Tensor::arange(0..2 * deepstack as i64, &device).float();
         let flags = Host {
             shape: [1, rows, seq],
             values: self.flags.clone(),
@@ -133,6 +132,7 @@ impl Streams {
             );
         if deepstack > 0 {
             let mask = TensorData::new(self.image.clone(), self.size);
+            let layer = Tensor::arange(0..2 * deepstack as i64, &device).float();
             let grid = [deepstack, 2, 2];
             batch = batch
                 .with_media(Media {

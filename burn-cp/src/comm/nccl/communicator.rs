@@ -255,12 +255,6 @@ impl Communicator {
     }
 }
 
-impl Drop for Communicator {
-    fn drop(&mut self) {
-        self.shared.close();
-    }
-}
-
 /// A guard of a communicator that has not been aborted.
 struct Alive<'a>(MutexGuard<'a, Option<Raw>>, Raw);
 
@@ -349,8 +343,8 @@ impl Shared {
         }
     }
 
-    /// Ends the communicator: when all that it was given has ended, or at once where that will never be.
-    fn close(&self) {
+    /// Ends the communicator, which nobody starts operations of any more: when all that it was given has ended, or at once where that will never be.
+    pub(super) fn close(&self) {
         let start = Instant::now();
         let idle = loop {
             if self.has_failed() || start.elapsed() > self.deadline {

@@ -12,36 +12,55 @@ use std::{
 use cudarc::nccl::sys::ncclResult_t;
 
 use super::{communicator::Shared, error::NcclError};
-use crate::comm::{CommError, FailureCause};
+use crate::comm::{CommError, FailureCause, Observer};
 
-/// Stops when it is dropped.
+/// Ends the communicator when it is dropped.
 pub(super) struct Watchdog {
-    _stop: mpsc::Sender<()>,
+    /// `None` where there is no thread.
+    stop: Option<mpsc::Sender<()>>,
+    shared: Arc<Shared>,
 }
 
 impl Watchdog {
     pub(super) fn start(shared: &Arc<Shared>) -> Self {
         let (stop, stopped) = mpsc::channel();
-        let shared = shared.clone();
+        let of_thread = shared.clone();
         let look =
             (shared.deadline / 20).clamp(Duration::from_millis(1), Duration::from_millis(100));
         let watch = move || {
+            let shared = of_thread;
+            let _helper = shared.observer.as_ref().map(Observer::helper);
             while stopped.recv_timeout(look) == Err(RecvTimeoutError::Timeout) {
                 if let Some(reason) = fault(&shared) {
                     report(&shared, &reason);
                     // Kernels that wait for a peer end, and with them the waits of this rank's thread.
-                    shared.abort();
-                    return;
+                    return shared.abort();
                 }
             }
+            // Its rank does not wait for that: it may have a failure to report, which others wait for.
+            shared.close();
         };
-        if let Err(error) = thread::Builder::new()
-            .name("nccl-watchdog".into())
-            .spawn(watch)
-        {
-            tracing::error!(%error, "no watchdog: a rank that hangs will not be noticed by NCCL");
+        let thread = thread::Builder::new().name("nccl-watchdog".into());
+        let stop = match thread.spawn(watch) {
+            Ok(_) => Some(stop),
+            Err(error) => {
+                tracing::error!(%error, "no watchdog: a rank that hangs will not be noticed by NCCL");
+                None
+            }
+        };
+        Self {
+            stop,
+            shared: shared.clone(),
         }
-        Self { _stop: stop }
+    }
+}
+
+impl Drop for Watchdog {
+    fn drop(&mut self) {
+        // The thread notices that nobody can send any more.
+        if self.stop.take().is_none() {
+            self.shared.close();
+        }
     }
 }
 
