@@ -49,6 +49,12 @@ impl Fault {
         self
     }
 
+    #[cfg(feature = "cuda")]
+    const fn of_any_rank(mut self) -> Self {
+        self.expected.rank = super::ANY_RANK;
+        self
+    }
+
     const fn holds_up(mut self, ranks: &'static [usize]) -> Self {
         self.expected.held_up = ranks;
         self
@@ -221,18 +227,20 @@ fn absences() -> Vec<Fault> {
     ]
 }
 
-/// An illegal address breaks the device for its rank alone, so that it is of use only between ranks with a GPU each.
+/// An illegal address breaks the device for its rank, and what NCCL's kernels of the other rank do with that device's memory.
 #[cfg(feature = "cuda")]
 fn broken_devices() -> Vec<Fault> {
     const ILLEGAL: &[&str] = &["ILLEGAL_ADDRESS"];
     vec![
         fault("two-illegal-address-in-forward", &[], ILLEGAL)
             .under_every_strategy()
-            .ends(Ends::ByDeadline),
+            .ends(Ends::ByDeadline)
+            .of_any_rank(),
         // The rank may notice when it reads something, in words that are Burn's.
         fault("two-illegal-address-in-backward", &[], &[])
             .under_every_strategy()
-            .ends(Ends::ByDeadline),
+            .ends(Ends::ByDeadline)
+            .of_any_rank(),
     ]
 }
 
