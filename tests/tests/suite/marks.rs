@@ -17,7 +17,7 @@ use burn_cp::{
         ContextParallel, ContextParallelConfig, CpStep, ModelCapabilities, StepError, Violation,
     },
 };
-use burn_cp_tests::{device, on_groups, sharder, span_tokens, with_deadline};
+use burn_cp_tests::{device, head_dim, on_groups, sharder, span_tokens, with_deadline};
 
 use crate::{
     bad_input::{B, ids, refused},
@@ -273,11 +273,11 @@ fn masks_that_cannot_be_planned_are_errors_that_name_the_pair_on_every_rank() {
                 Err(StepError::Plan(error)) => assert_eq!(error, *expected),
                 other => panic!("{other:?}"),
             }
-            let x = Tensor::zeros([2, 1, step.local_len(), 4], &device());
+            let x = Tensor::zeros([2, 1, step.local_len(), head_dim(4)], &device());
             let message = panic_of(|| drop(step.attention(x.clone(), x.clone(), x, options)));
             assert!(message.contains(&expected.to_string()), "{message}");
         }
-        let x = Tensor::zeros([2, 1, step.local_len(), 4], &device());
+        let x = Tensor::zeros([2, 1, step.local_len(), head_dim(4)], &device());
         drop(step.attention(x.clone(), x.clone(), x, &spans));
     });
 }
