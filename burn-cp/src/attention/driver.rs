@@ -2,7 +2,8 @@
 
 use burn::tensor::{TensorMetadata, backend::Backend, ops::FloatTensor};
 use burn_cp_kernels::{
-    AttentionBackwardInput, AttentionGradients, AttentionInput, AttentionOutput,
+    AttentionBackwardInput, AttentionError, AttentionGradients, AttentionInput, AttentionOutput,
+    AttentionProblem,
 };
 
 use super::{AttentionCall, InnerAttention, gathered, heads, ring, subset::KeySubset};
@@ -77,6 +78,7 @@ pub fn attend_with_state<B: InnerAttention>(
     let strategy = call
         .strategy(&shape)
         .unwrap_or_else(|error| panic!("attention: {error}"));
+    check_routine::<B>(&input.q, &shape, call).unwrap_or_else(|error| panic!("attention: {error}"));
     let keep = |output: AttentionOutput<FloatTensor<B>>, exchanged, exchange| {
         let AttentionOutput { out, lse, .. } = output;
         let saved = Saved {
@@ -170,6 +172,22 @@ pub(super) fn backward_over<B: InnerAttention>(
     let input = AttentionBackwardInput::new(saved.input.q.clone(), k, v, out, lse, dout.clone())
         .with_sinks(saved.input.sinks.clone());
     B::attention_backward(input, &keys.segments, call.kernel())
+}
+
+/// Refuses what no kernel of the device serves, before anything travels. Ranks have devices of one kind, so all refuse.
+fn check_routine<B: InnerAttention>(
+    q: &FloatTensor<B>,
+    shape: &CostShape,
+    call: &AttentionCall,
+) -> Result<(), AttentionError> {
+    let segments = call.prepared().segments();
+    let ((q_batch, q_tokens), (k_batch, k_tokens)) = (segments.q_shape(), segments.k_shape());
+    let queries = [q_batch, shape.num_heads, q_tokens, shape.head_dim];
+    let [keys, values] =
+        [shape.head_dim, shape.v_head_dim].map(|dim| [k_batch, shape.num_kv_heads, k_tokens, dim]);
+    let problem = AttentionProblem::new(queries, keys, values, segments)?;
+    B::attention_routine(&problem, q.dtype(), &B::float_device(q), call.kernel())?;
+    Ok(())
 }
 
 /// Refuses shapes that do not fit the plan, before anything travels. Every rank has the same plan and model, so all refuse.

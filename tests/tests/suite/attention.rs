@@ -498,3 +498,21 @@ fn attention_is_as_accurate_as_the_textbook_on_random_cases() {
         );
     }
 }
+
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+#[test]
+fn a_size_of_heads_that_the_device_lacks_is_refused_before_anything_travels() {
+    on_groups(&[("cp", 2)], |groups| {
+        let ids = TensorData::zeros::<i64, _>([1, 8]);
+        let batch = SequenceBatch::<TestBackend>::from_ids(ids);
+        let step = sharder(&groups, ContextParallelConfig::default())
+            .shard(batch, &device())
+            .unwrap();
+        let size = [1, 1, step.local_len(), 4];
+        let x = Tensor::<TestBackend, 4>::zeros(size, &device());
+        let attend = || step.attention(x.clone(), x.clone(), x, &AttentionOptions::causal());
+        let message = crate::verbs::panic_of(|| drop(attend()));
+        assert!(message.starts_with("attention: head_dim"), "{message}");
+        step.group().barrier().unwrap();
+    });
+}
