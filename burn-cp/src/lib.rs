@@ -43,6 +43,7 @@ pub mod vision;
 
 #[cfg(feature = "cubecl")]
 pub use backends::CollectiveRuntime;
+pub use backends::cat;
 
 #[cfg(doctest)]
 #[doc = include_str!("../../README.md")]

@@ -4,6 +4,7 @@
 //! Burn's fusion, `autodiff` adds gradients to any other.
 
 mod autodiff;
+mod cat;
 #[cfg(feature = "cubecl")]
 mod cube;
 #[cfg(feature = "cuda")]
@@ -15,5 +16,6 @@ mod host;
 #[cfg(all(test, feature = "flex"))]
 mod tests;
 
+pub use cat::cat;
 #[cfg(feature = "cubecl")]
 pub use cube::CollectiveRuntime;

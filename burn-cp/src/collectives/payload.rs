@@ -276,6 +276,8 @@ impl<B: Backend> Payload<B> {
                 Self::Bool(tensor) => bools.push(tensor),
             }
         }
+        // Held until the result stands in the graph; see `crate::cat`.
+        let _held = floats.clone();
         match like {
             Self::Float(_) => Self::Float(B::float_cat(floats, dim)),
             Self::Int(_) => Self::Int(B::int_cat(ints, dim)),

@@ -221,7 +221,7 @@ impl<B: Backend> RotaryTables<B> {
             first.clone() * cos.clone() - second.clone() * sin.clone(),
             second * cos + first * sin,
         ];
-        Tensor::cat(rotated, 3).cast(dtype)
+        crate::cat(rotated, 3).cast(dtype)
     }
 }
 

@@ -173,7 +173,9 @@ impl<B: ContextParallelBackend> Recurrence<B> {
     /// # Panics
     /// Another number of rows or tokens; no tap.
     pub fn shifted(&self, x: Tensor<B, 3>, kernel: usize) -> Tensor<B, 4> {
-        Tensor::stack(self.taps(x, kernel), 1)
+        // Held until the result stands in the graph; see `crate::cat`.
+        let taps = self.taps(x, kernel);
+        Tensor::stack(taps.clone(), 1)
     }
 
     /// A causal depthwise convolution within documents: `x [batch, local_tokens, channels]`, `weight [kernel, channels]`, whose
@@ -235,7 +237,7 @@ impl<B: ContextParallelBackend> Recurrence<B> {
             parts.push(exchange(own, 0, plan, self.step().group()));
         }
         parts.push(zero);
-        let rows = Tensor::cat(parts, 0);
+        let rows = crate::cat(parts, 0);
         Reachable {
             zero: rows.dims()[0] - 1,
             num_own: batch * len,

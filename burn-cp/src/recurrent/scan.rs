@@ -112,7 +112,7 @@ impl<B: ContextParallelBackend> Recurrence<B> {
             return state.zeros_like();
         };
         let widths = shapes.map(|shape| shape[1..].iter().product::<usize>());
-        let message = Tensor::cat(
+        let message = crate::cat(
             vec![
                 transition.reshape([batch, widths[0]]),
                 state.reshape([batch, widths[1]]),
@@ -125,7 +125,7 @@ impl<B: ContextParallelBackend> Recurrence<B> {
             [1, widths[0] + widths[1]],
             (&received.device(), received.dtype()),
         );
-        let summaries = Tensor::cat(vec![received, zero], 0);
+        let summaries = crate::cat(vec![received, zero], 0);
         // Rows with fewer summaries start from zeros: a state of zeros stays one, whatever carries it.
         let longest = plan.lens.iter().copied().max().unwrap_or(0).max(1);
         let mut entering: Option<Tensor<B, D>> = None;
@@ -229,5 +229,5 @@ fn later<B: ContextParallelBackend, const D: usize>(
     let len = shape[1];
     shape[1] = distance;
     let zeros = Tensor::zeros(shape, (&tensor.device(), tensor.dtype()));
-    Tensor::cat(vec![zeros, tensor.narrow(1, 0, len - distance)], 1)
+    crate::cat(vec![zeros, tensor.narrow(1, 0, len - distance)], 1)
 }

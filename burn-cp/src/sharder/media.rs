@@ -137,7 +137,7 @@ impl LocalPlaceholders {
         let device = features.device();
         // Tokens without a feature take a row of zeros at the end; a rank without media thus stays on the tower's graph.
         let zero = Tensor::zeros([1, width], (&device, features.dtype()));
-        let with_zero = Tensor::cat(vec![features, zero], 0);
+        let with_zero = crate::cat(vec![features, zero], 0);
         #[allow(clippy::cast_possible_wrap)]
         let index: Vec<i64> = self
             .rows

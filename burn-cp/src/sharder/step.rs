@@ -327,7 +327,7 @@ impl<B: ContextParallelBackend> CpStep<B> {
         let pixels = if pixels.len() == 1 {
             pixels[0].clone()
         } else {
-            Tensor::cat(pixels, 0)
+            crate::cat(pixels, 0)
         };
         let rows = self.media_rows();
         let sharded = self.frame_sharded(tower).for_rows(&rows);

@@ -95,7 +95,7 @@ pub(super) fn message<B: Backend>(features: VisionFeatures<B>) -> Tensor<B, 2> {
     if parts.len() == 1 {
         parts.swap_remove(0)
     } else {
-        Tensor::cat(parts, 1)
+        crate::cat(parts, 1)
     }
 }
 

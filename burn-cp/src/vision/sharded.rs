@@ -350,7 +350,7 @@ fn pixels_of<B: Backend>(pixels: Tensor<B, 2>, share: &FrameShare) -> Tensor<B, 
         0 => mine,
         num_rows => {
             let zeros = Tensor::zeros([num_rows, patch_dim], (&mine.device(), mine.dtype()));
-            Tensor::cat(vec![mine, zeros], 0)
+            crate::cat(vec![mine, zeros], 0)
         }
     }
 }

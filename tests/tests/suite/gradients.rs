@@ -1,6 +1,9 @@
 //! Gradients and parameters over ranks: sums, clipping, broadcast, and the check of the start.
 
-use std::time::Duration;
+use std::{
+    sync::atomic::{AtomicBool, Ordering},
+    time::Duration,
+};
 
 use burn::{
     backend::{Autodiff, NdArray},
@@ -46,6 +49,35 @@ fn parameters<B: Backend>(seed: u64) -> Parameters<B> {
         vector: Param::from_tensor(Tensor::<B, 1>::from_data(draw(&[5]), &device)),
         cube: Param::from_tensor(Tensor::<B, 3>::from_data(draw(&[2, 2, 2]), &device)),
     }
+}
+
+/// Burn's own concatenation fails this within a few rounds.
+#[test]
+fn a_concatenation_keeps_its_gradients_beside_backward_passes_of_other_threads() {
+    let ones = |rows: usize| Tensor::<B, 2>::ones([rows, 500], &device());
+    let (done, weight) = (AtomicBool::new(false), ones(1).require_grad());
+    std::thread::scope(|threads| {
+        for _ in 0..2 {
+            threads.spawn(|| {
+                while !done.load(Ordering::Relaxed) {
+                    let other = ones(1).require_grad();
+                    other.clone().sum().backward();
+                }
+            });
+        }
+        // From the second round on, the graph of a round knows the parameter by name only.
+        for round in 0..100 {
+            let rows = weight.clone().expand([200, 500]) * 2.0;
+            let joined = burn_cp::cat(vec![rows, ones(1)], 0);
+            let grads = joined.sum().backward();
+            let grad = weight.grad(&grads).map(|grad| floats(&grad));
+            if grad != Some(vec![400.0; 500]) {
+                done.store(true, Ordering::Relaxed);
+                panic!("round {round}: {:?}", grad.map(|grad| grad[0]));
+            }
+        }
+        done.store(true, Ordering::Relaxed);
+    });
 }
 
 /// Gradients of rank `rank`: the vector's everywhere, the matrix's but on rank 1, the cube's on none.

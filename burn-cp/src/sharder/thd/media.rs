@@ -143,7 +143,7 @@ impl MediaMask {
         }
         let features = if rows.is_empty() {
             rows.push(expected);
-            Tensor::cat(vec![features, zero], 0)
+            crate::cat(vec![features, zero], 0)
         } else {
             features
         };

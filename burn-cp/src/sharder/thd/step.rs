@@ -184,7 +184,7 @@ impl<B: ContextParallelBackend> ThdStep<B> {
         let part = |chunk: usize| tensor.clone().narrow(ahead, chunk * rows, rows);
         let parts = self.steps.iter().enumerate();
         let parts = parts.map(|(chunk, step)| run(step, part(chunk))).collect();
-        Tensor::cat(parts, ahead)
+        crate::cat(parts, ahead)
     }
 
     /// Which tokens of a chunk's whole stream wait for features of this kind. `None` where no token is known to be able to: no

@@ -91,7 +91,7 @@ impl<B: ContextParallelBackend> Chunks<B> {
             let shape = [batch, num_heads, missing, width];
             let zeros = Tensor::zeros(shape, (&x.device(), x.dtype()));
             let whole = if missing > 0 {
-                Tensor::cat(vec![x, zeros], 2)
+                burn_cp::cat(vec![x, zeros], 2)
             } else {
                 x
             };
@@ -99,7 +99,7 @@ impl<B: ContextParallelBackend> Chunks<B> {
         };
         let last = segments.clone().narrow(1, len - 1, 1);
         let segments = if missing > 0 {
-            Tensor::cat(vec![segments, last.expand([batch, missing])], 1)
+            burn_cp::cat(vec![segments, last.expand([batch, missing])], 1)
         } else {
             segments
         };
@@ -154,7 +154,7 @@ impl<B: ContextParallelBackend> Chunks<B> {
         if num_chunks > 1 {
             before.push(last.clone().narrow(2, 0, num_chunks - 1));
         }
-        let before = Tensor::cat(before, 2);
+        let before = burn_cp::cat(before, 2);
         let begins = last.not_equal(before.clone()).unsqueeze_dim::<5>(4);
         let kept = total.exp();
         let kept = kept.clone().mask_fill(begins.expand(kept.dims()), 0.0);
@@ -167,7 +167,7 @@ impl<B: ContextParallelBackend> Chunks<B> {
             let of = |x: &Tensor<B, 5>| x.clone().narrow(2, at, 1).squeeze_dim::<4>(2);
             state = of(&kept).swap_dims(2, 3) * state + of(&added);
         }
-        let entering = Tensor::cat(entering, 2);
+        let entering = burn_cp::cat(entering, 2);
         let others = (self.segments.clone())
             .not_equal(before.expand(self.segments.dims()))
             .unsqueeze_dim::<5>(4);

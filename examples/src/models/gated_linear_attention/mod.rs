@@ -185,7 +185,7 @@ impl<B: ContextParallelBackend> GatedLinearLayer<B> {
         let qkv = projections.map(|proj| proj.forward(normed.clone()));
         let qkv = self
             .convolution
-            .forward(Tensor::cat(qkv.into(), 2), recurrence);
+            .forward(burn_cp::cat(qkv.into(), 2), recurrence);
         let heads = |x: Tensor<B, 3>| {
             x.reshape([batch, len, self.num_heads, hidden / self.num_heads])
                 .swap_dims(1, 2)

@@ -137,6 +137,6 @@ impl<B: ContextParallelBackend> MimoAttention<B> {
         if rest == 0 {
             return rotated;
         }
-        Tensor::cat(vec![rotated, x.narrow(3, self.rotary_width, rest)], 3)
+        burn_cp::cat(vec![rotated, x.narrow(3, self.rotary_width, rest)], 3)
     }
 }

@@ -150,7 +150,7 @@ impl<B: Backend> Experts<B> {
         for (place, slot) in slots_of.iter().flatten().enumerate() {
             places[real.rows[slot / k] * k + slot % k] = place;
         }
-        let out = Tensor::cat(outputs, 0)
+        let out = burn_cp::cat(outputs, 0)
             .select(0, index(&places, &device))
             .reshape([batch, tokens, k, hidden])
             .sum_dim(2)
