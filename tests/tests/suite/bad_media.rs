@@ -11,7 +11,8 @@ fn media(rows: usize, grids: Vec<[usize; 3]>, marked: &[usize]) -> Media<B> {
     let placeholders: Vec<bool> = (0..12).map(|token| marked.contains(&token)).collect();
     Media {
         name: "image".into(),
-        pixels: Tensor::zeros([rows, 3], &device()),
+        // Never read. Filling an empty one would launch a kernel over nothing, which CUDA refuses.
+        pixels: Tensor::empty([rows, 3], &device()),
         grids,
         spatial_merge_size: 2,
         placeholders: TensorData::new(placeholders, [2, 6]),
