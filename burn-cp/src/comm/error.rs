@@ -53,7 +53,7 @@ pub enum CommError {
         got: String,
     },
     /// Some ranks did not arrive before the deadline.
-    #[error("after {waited:?}, ranks {missing:?} had not arrived at {op}{}", seen(.last_seen))]
+    #[error("after {waited:.1?}, ranks {missing:?} had not arrived at {op}{}{}", seen(.last_seen), hint(.op))]
     Timeout {
         /// The operation that was waited in.
         op: String,
@@ -91,6 +91,16 @@ fn seen(op: &Option<String>) -> String {
     match op {
         Some(op) => format!(" (last seen in {op})"),
         None => " (never seen)".to_owned(),
+    }
+}
+
+/// The usual reason for a backward pass in which ranks that are threads wait for each other.
+fn hint(op: &str) -> &'static str {
+    match op.contains(" adjoint of ") {
+        true => {
+            "; ranks that are threads need parameters of their own, by `model.clone().fork(device)`: `nn::check_parameters` tells"
+        }
+        false => "",
     }
 }
 
@@ -148,7 +158,7 @@ impl fmt::Display for FailureCause {
 
 /// The failure of one rank.
 #[derive(Debug, Clone, thiserror::Error)]
-#[error("rank {rank} failed in {op}: {cause}")]
+#[error("rank {rank} {} {op}: {cause}", did(.cause))]
 pub struct RankFailure {
     /// Global rank.
     pub rank: usize,
@@ -156,6 +166,13 @@ pub struct RankFailure {
     pub op: String,
     /// Why it failed.
     pub cause: FailureCause,
+}
+
+fn did(cause: &FailureCause) -> &'static str {
+    match cause {
+        FailureCause::Comm(CommError::Timeout { .. }) => "did not come to",
+        _ => "failed in",
+    }
 }
 
 /// A [`RankFailure`] as it travels between processes: an error of a type of its own becomes its message.
@@ -221,5 +238,37 @@ impl RankFailure {
             op: self.op.clone(),
             cause: self.cause.to_string(),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rank_that_is_waited_for_in_a_backward_pass_is_told_of_shared_parameters() {
+        let shown = |op: &str| {
+            let timeout = CommError::Timeout {
+                op: op.to_owned(),
+                missing: vec![1],
+                waited: Duration::from_secs(5),
+                last_seen: None,
+            };
+            let failure = RankFailure {
+                rank: 1,
+                op: op.to_owned(),
+                cause: FailureCause::Comm(timeout),
+            };
+            failure.to_string()
+        };
+        let (forward, backward) = (shown("exchange #0"), shown("exchange adjoint of #0 #1"));
+        assert_eq!(
+            forward,
+            "rank 1 did not come to exchange #0: after 5.0s, ranks [1] had not arrived at exchange #0 (never seen)"
+        );
+        assert!(
+            backward.contains("model.clone().fork(device)"),
+            "{backward}"
+        );
     }
 }

@@ -120,6 +120,9 @@ impl<B: ContextParallelBackend> CpStep<B> {
 
     /// This rank's sum as a share of the loss of all ranks.
     fn share(&self, sum: Tensor<B, 1>, num_labels: NumLabels) -> TokenLoss<B> {
+        if num_labels.global == 0 {
+            tracing::warn!("no rank has a label: the loss and its gradients are 0");
+        }
         #[allow(clippy::cast_precision_loss)]
         // Not a division: Burn rounds the gradient of one by a scalar to f32, also in f64.
         let local = sum.mul_scalar(1.0 / num_labels.global.max(1) as f64);

@@ -22,8 +22,8 @@ use crate::{
 pub enum ParameterError {
     /// A parameter has other values, another shape or another dtype on some rank, or exists on some ranks only.
     #[error(
-        "ranks start with different parameters: rank {rank} has {got} as {path}, expected {expected}; materialise every \
-         parameter before cloning the model, or broadcast them"
+        "ranks start with different parameters: rank {rank} has {got} as {path}, expected {expected}; Burn draws \
+         parameters when they are first used: use the model once before cloning it, or broadcast them"
     )]
     Differ {
         /// Module path of the parameter.

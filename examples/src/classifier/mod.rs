@@ -1,6 +1,6 @@
 //! A text classifier written with Burn alone, sharded: the program `shard-classifier`.
 //!
-//! [`stock`] is the model, which knows nothing of ranks; [`shard`] is what runs it over a step, [`step`] a step of training as README shows it; [`text`] are the passages that it
+//! [`stock`] is the model, which knows nothing of ranks; [`shard`] is what runs it over a step, [`step`] its training as README shows it; [`text`] are the passages that it
 //! tells apart. [`train`] trains it on any number of ranks, and what it learns does not depend on how many.
 
 pub mod shard;
@@ -312,17 +312,31 @@ mod tests {
     }
 
     #[test]
-    fn the_step_that_readme_shows_lowers_the_loss_alike_on_both_ranks() {
+    fn the_training_that_readme_shows_gives_one_model_on_any_number_of_ranks() {
         let encoder = TransformerEncoderConfig::new(16, 24, 2, 1).with_dropout(0.1);
         let config = TextClassifierConfig::new(text::VOCAB_SIZE, text::MAX_LEN, 3, encoder);
         let model = materialised(config.init::<B>(&Default::default()));
         let passages = Passages::pack(5, 600, false);
-        let labels = passages.labels(IGNORED_LABEL);
-        let run =
-            |model| step::train_step(model, (&passages.ids, &labels), &passages.lengths).unwrap();
-        let first = run(&model);
-        assert_eq!(first[0].1, first[1].1);
-        assert!(run(&first[0].0)[0].1 < first[0].1);
+        let texts = step::Texts {
+            labels: passages.labels(IGNORED_LABEL),
+            ids: passages.ids,
+            lengths: passages.lengths,
+        };
+        let run = |model, ranks| {
+            let values = |logits: Tensor<Flex, 3>| logits.into_data().iter::<f64>().collect();
+            let of_rank = |(model, loss, logits)| -> (_, f64, Vec<f64>) {
+                assert_eq!(Tensor::dims(&logits), [1, texts.ids.len(), 3]);
+                (model, loss, values(logits))
+            };
+            let ranks = step::train(model, &texts, ranks).unwrap().into_iter();
+            ranks.map(of_rank).collect::<Vec<_>>()
+        };
+        let one = run(&model, 1).remove(0);
+        for (_, loss, logits) in run(&model, 3) {
+            assert!(max_rel_diff(&[loss], &[one.1]) < 1e-5);
+            assert!(max_rel_diff(&logits, &one.2) < 1e-4);
+        }
+        assert!(run(&one.0, 2)[1].1 < one.1);
     }
 
     #[test]

@@ -16,7 +16,7 @@ pub fn classify<B: ContextParallelBackend>(
     model: &TextClassifier<B>,
     step: &CpStep<B>,
 ) -> Result<Tensor<B, 3>, Box<dyn Error + Send + Sync>> {
-    let encoder = ContextParallelEncoder::try_from(model.encoder.clone())?.full();
+    let encoder = ContextParallelEncoder::try_from(model.encoder.clone())?.full(); // else causal
     let positions = step.embedding_positions();
     let x = model.tokens.forward(step.ids()?) + model.positions.forward(positions);
     Ok(model.output.forward(encoder.forward(x, step)?))
