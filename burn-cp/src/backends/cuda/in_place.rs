@@ -1,9 +1,8 @@
 //! Exchanges whose rows are runs of memory: they go from the input straight to their place in the result.
 
 use burn::tensor::TensorMetadata;
-use burn_cubecl::kernel::into_contiguous;
 
-use super::{Plain, Run, empty, tensor_of, with_tensor};
+use super::{Plain, Run, contiguous, empty, tensor_of, with_tensor};
 use crate::{
     collectives::{Collective, Combine, Decomposition, Later, Payload},
     comm::CommError,
@@ -31,7 +30,7 @@ impl Run<'_> {
         work: &Decomposition,
     ) -> Result<Later<Payload<Plain>>, CommError> {
         debug_assert!(work.dim == 0 && work.combine == Combine::Concat);
-        let from = into_contiguous(tensor_of(&payload).clone());
+        let from = contiguous(&payload);
         let mut shape = from.shape();
         let row = shape[1..].iter().product::<usize>() * from.dtype.size();
         shape[0] = work.takes.iter().map(|piece| piece.range.len()).sum();

@@ -243,7 +243,7 @@ impl Run<'_> {
         shape: Shape,
         enqueue: impl FnOnce(&Queue<'_>, u64, u64) -> Result<(), NcclError> + Send + 'static,
     ) -> Result<Later<Payload<Plain>>, CommError> {
-        let from = into_contiguous(tensor_of(&payload).clone());
+        let from = contiguous(&payload);
         let to = empty(&from, shape);
         let on_its_way = self.start(vec![from, to.clone()], move |queue, addresses| {
             enqueue(queue, addresses[0], addresses[1])
@@ -273,9 +273,7 @@ impl Wire<Plain> for &Run<'_> {
         like: &Payload<Plain>,
     ) -> Result<Later<Vec<Payload<Plain>>>, CommError> {
         let num_bytes = |tensor: &Tensor| tensor.shape().num_elements() * tensor.dtype.size();
-        let outgoing: Vec<Tensor> = (sends.iter())
-            .map(|(_, rows)| into_contiguous(tensor_of(rows).clone()))
-            .collect();
+        let outgoing: Vec<Tensor> = (sends.iter()).map(|(_, rows)| contiguous(rows)).collect();
         let incoming: Vec<Tensor> = (receives.iter())
             .map(|(_, shape)| empty(tensor_of(like), shape.clone()))
             .collect();
@@ -315,6 +313,16 @@ impl Wire<Plain> for &Run<'_> {
             Ok(arrived.map(|tensor| with_tensor(&like, tensor)).collect())
         }))
     }
+}
+
+/// Its rows one behind the other. One without elements stays as it is: the runtime may have given it a pitch, and would launch a copy of
+/// nothing, which CUDA refuses.
+fn contiguous(payload: &Payload<Plain>) -> Tensor {
+    let tensor = tensor_of(payload).clone();
+    if payload.is_empty() {
+        return tensor;
+    }
+    into_contiguous(tensor)
 }
 
 /// A tensor that has not been written yet.
