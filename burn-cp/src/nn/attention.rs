@@ -299,7 +299,21 @@ pub fn rms_norm<B: Backend, const D: usize>(norm: &RmsNorm<B>, x: Tensor<B, D>) 
     });
     let mean_square = (wide.clone() * wide.clone()).mean_dim(D - 1);
     let normed = wide / (mean_square + norm.epsilon).sqrt();
-    normed.cast(dtype) * norm.gamma.val().unsqueeze()
+    scaled(normed.cast(dtype), norm.gamma.val())
+}
+
+/// `x` times `gamma` along the last dim.
+///
+/// The gradient of `gamma` sums over all tokens. Burn sums over one dim after the other, and a dim of many tokens by as many threads as
+/// `gamma` has values: tokens stand in two dims, so that the first sum is one of many.
+fn scaled<B: Backend, const D: usize>(x: Tensor<B, D>, gamma: Tensor<B, 1>) -> Tensor<B, D> {
+    let dims = x.dims();
+    let width = dims[D - 1];
+    let rows: usize = dims[..D - 1].iter().product();
+    let Some(split) = (1..=rows.isqrt()).rev().find(|n| rows.is_multiple_of(*n)) else {
+        return x * gamma.unsqueeze();
+    };
+    (x.reshape([split, rows / split, width]) * gamma.unsqueeze()).reshape(dims)
 }
 
 #[cfg(all(test, feature = "flex"))]
