@@ -21,11 +21,12 @@ use burn_cp::{
     nn::{SequenceModel, SequenceSharded},
     optim::GradientSync,
     plan::ExchangeStrategy,
-    sharder::{ContextParallel, ContextParallelConfig},
+    sharder::{ContextParallel, ContextParallelConfig, CpStep},
     vision::{VisionDelivery, VisionShardingConfig},
 };
 use burn_cp_benches::{Device, Launch, launched, log_normal_lengths};
 use burn_cp_examples::{
+    finetune::linear_cross_entropy,
     models::qwen3_vl::{Qwen3Vl, Qwen3VlConfig, mrope_positions},
     train::TrainBackend,
 };
@@ -93,6 +94,12 @@ struct Args {
     /// Give image embeddings only to the ranks that own their tokens
     #[arg(long)]
     deliver: bool,
+    /// Logits of how many tokens exist at a time; 0: all
+    #[arg(long, default_value_t = 0)]
+    chunk: usize,
+    /// Steps that are not timed: they compile and tune kernels, and make connections
+    #[arg(long, default_value_t = 4)]
+    warmup: u32,
     /// Timed steps
     #[arg(long, default_value_t = 3)]
     steps: u32,
@@ -235,6 +242,29 @@ impl<B: Backend> ModuleMapper<B> for OnDevice {
     }
 }
 
+/// Gradients of this rank, and the loss: of all ranks where logits are whole, else this rank's part.
+fn gradients<B: TrainBackend>(
+    model: &SequenceSharded<Qwen3Vl<B>>,
+    step: &CpStep<B>,
+    chunk: usize,
+) -> Result<(GradientsParams, Tensor<B::InnerBackend, 1>), Failure> {
+    if chunk == 0 {
+        let loss = step.cross_entropy(model.forward(step)?)?;
+        let grads = GradientsParams::from_grads(loss.backward(), model);
+        return Ok((grads, loss.global.inner()));
+    }
+    let num_labels = step.num_labels()?.global;
+    let hidden = model.inner().model.forward(step)?;
+    let head = model.inner().head();
+    let loss = linear_cross_entropy(step, hidden, head, (num_labels, chunk), true);
+    // As `TokenLoss::backward`: no rank runs ahead of a backward pass.
+    step.loss_group().barrier()?;
+    let grads = GradientsParams::from_grads(loss.local.backward(), model);
+    #[allow(clippy::cast_precision_loss, reason = "a number of labels")]
+    let part = loss.sum / num_labels.max(1) as f64;
+    Ok((grads, part))
+}
+
 fn rank<B>(context: &RankContext, args: &Args) -> Result<(), Failure>
 where
     B: TrainBackend,
@@ -268,23 +298,21 @@ where
     let mut optimizer = AdamWConfig::new().init::<B, SequenceSharded<Qwen3Vl<B>>>();
     let (batch, num_tokens) = batch::<B>(args, &config, &device)?;
     let (mut loss_value, mut start, mut reads) = (0.0, Instant::now(), 0);
-    for step in 0..=args.steps {
-        if step == 1 {
-            // The first step compiles kernels and makes connections.
+    for step in 0..args.warmup + args.steps {
+        if step == args.warmup {
             B::sync(&device)?;
             groups.world()?.barrier()?;
-            eprintln!("first step: {:.1} s", start.elapsed().as_secs_f64());
+            eprintln!("warm-up: {:.1} s", start.elapsed().as_secs_f64());
             (start, reads) = (Instant::now(), num_host_reads());
         }
         let sharded = cp.shard(batch.clone(), &device)?;
-        let loss = sharded.cross_entropy(model.forward(&sharded)?)?;
-        let grads = GradientsParams::from_grads(loss.backward(), &model);
+        let (grads, loss) = gradients(&model, &sharded, args.chunk)?;
         let grads = GradientSync::default().sync::<B, _>(grads, &model, cp.loss_group());
         model = optimizer.step(1e-5, model, grads);
-        if step == args.steps {
+        if step + 1 == args.warmup + args.steps {
             reads = num_host_reads() - reads;
             B::sync(&device)?;
-            loss_value = loss.global_value();
+            loss_value = loss.into_data().iter::<f64>().sum();
         }
     }
     let seconds = start.elapsed().as_secs_f64() / f64::from(args.steps.max(1));

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use burn::{
     module::Module,
     optim::{AdamWConfig, GradientsAccumulator, GradientsParams, Optimizer},
-    tensor::{FloatDType, Tensor},
+    tensor::FloatDType,
 };
 use burn_cp::{
     comm::{self, CommError, Groups, RankContext},
@@ -244,7 +244,7 @@ impl<'a, B: TrainBackend<Device: RankDevice>> Worker<'a, B> {
             let loss = linear_cross_entropy(
                 &step,
                 hidden,
-                head(&working),
+                working.head(),
                 (num_labels, config.chunk),
                 trains_matrix,
             );
@@ -333,20 +333,6 @@ fn frozen<B: TrainBackend>(mut model: Qwen3Vl<B>, freeze: Freeze) -> Qwen3Vl<B> 
             model.lm_head = model.lm_head.map(Module::no_grad);
             model
         }
-    }
-}
-
-/// The last matrix, `[hidden, vocab]`.
-fn head<B: TrainBackend>(model: &Qwen3Vl<B>) -> Tensor<B, 2> {
-    match &model.lm_head {
-        Some(head) => head.weight.val(),
-        None => model
-            .model
-            .language_model
-            .embed_tokens
-            .weight
-            .val()
-            .transpose(),
     }
 }
 

@@ -122,15 +122,20 @@ impl<B: Backend> Qwen3Vl<B> {
 }
 
 impl<B: Backend> Qwen3Vl<B> {
-    /// Logits `[batch, tokens, vocab_size]` of hidden states `[batch, tokens, hidden_size]`.
-    pub fn logits(&self, hidden: Tensor<B, 3>) -> Tensor<B, 3> {
+    /// The last matrix, `[hidden_size, vocab_size]`.
+    pub fn head(&self) -> Tensor<B, 2> {
         match &self.lm_head {
-            Some(head) => head.forward(hidden),
+            Some(head) => head.weight.val(),
             None => {
                 let embedding = self.model.language_model.embed_tokens.weight.val();
-                hidden.matmul(embedding.transpose().unsqueeze())
+                embedding.transpose()
             }
         }
+    }
+
+    /// Logits `[batch, tokens, vocab_size]` of hidden states `[batch, tokens, hidden_size]`.
+    pub fn logits(&self, hidden: Tensor<B, 3>) -> Tensor<B, 3> {
+        hidden.matmul(self.head().unsqueeze())
     }
 }
 
