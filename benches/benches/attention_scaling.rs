@@ -111,6 +111,9 @@ struct Args {
     /// Keep the keys and values of other ranks for the backward pass.
     #[arg(long)]
     keep_keys: bool,
+    /// Multiprocessors that the forward pass leaves free while keys and values travel.
+    #[arg(long, default_value_t = 0)]
+    sm_margin: usize,
     /// Steps that are timed together, one behind the other as in training; two before them make kernels and connections.
     #[arg(long, default_value_t = 8)]
     iterations: usize,
@@ -159,6 +162,7 @@ impl Args {
             exchange,
             overlap,
             keep_keys: self.keep_keys,
+            sm_margin: self.sm_margin,
             ..ContextParallelConfig::default()
         }
     }

@@ -29,6 +29,9 @@ pub struct AttentionOptions {
     pub dropout: Option<Dropout>,
     /// The routine to take; `None` leaves it to the backend.
     pub routine: Option<Routine>,
+    /// Multiprocessors that the kernels leave free for others that run at the same time, as those of collectives do. Heeded by the forward
+    /// pass of the routine `hopper`, whose blocks have a list of work each, so that one which begins late ends late; changes no result.
+    pub sm_margin: usize,
 }
 
 impl AttentionOptions {
@@ -63,6 +66,13 @@ impl AttentionOptions {
     #[must_use]
     pub fn with_routine(mut self, routine: Routine) -> Self {
         self.routine = Some(routine);
+        self
+    }
+
+    /// Leaves multiprocessors free.
+    #[must_use]
+    pub fn with_sm_margin(mut self, sm_margin: usize) -> Self {
+        self.sm_margin = sm_margin;
         self
     }
 

@@ -17,6 +17,7 @@ pub struct AttentionCall {
     strategy: ExchangeStrategy,
     overlap: bool,
     keep_keys: bool,
+    sm_margin: usize,
     kernel: burn_cp_kernels::AttentionOptions,
     tracked: bool,
 }
@@ -55,6 +56,7 @@ impl AttentionCall {
             strategy,
             overlap: false,
             keep_keys: false,
+            sm_margin: 0,
             kernel,
             tracked: false,
         }
@@ -74,6 +76,13 @@ impl AttentionCall {
     #[must_use]
     pub fn with_kept_keys(self, keep_keys: bool) -> Self {
         Self { keep_keys, ..self }
+    }
+
+    /// The same call, whose forward pass leaves this many multiprocessors of a GPU free where it computes while keys and values travel
+    /// ([`burn_cp_kernels::AttentionOptions::sm_margin`]).
+    #[must_use]
+    pub fn with_sm_margin(self, sm_margin: usize) -> Self {
+        Self { sm_margin, ..self }
     }
 
     /// The same call, recorded for a backward pass or not.
@@ -179,6 +188,12 @@ impl AttentionCall {
 
     pub(super) fn kernel(&self) -> &burn_cp_kernels::AttentionOptions {
         &self.kernel
+    }
+
+    /// Options of a kernel that runs while something travels, or while nothing does.
+    pub(super) fn kernel_beside(&self, travels: bool) -> burn_cp_kernels::AttentionOptions {
+        let margin = if travels { self.sm_margin } else { 0 };
+        self.kernel.clone().with_sm_margin(margin)
     }
 
     /// The group's next operation, as one of the forward pass.

@@ -152,11 +152,12 @@ pub(super) fn forward_over<B: InnerAttention>(
     (k, v): (FloatTensor<B>, FloatTensor<B>),
     keys: &KeySubset,
     call: &AttentionCall,
+    travels: bool,
 ) -> AttentionOutput<FloatTensor<B>> {
     B::attention_forward(
         AttentionInput::new(q.clone(), k, v),
         &keys.segments,
-        call.kernel(),
+        &call.kernel_beside(travels),
     )
 }
 

@@ -172,11 +172,11 @@ pub(super) fn overlapped_forward<B: InnerAttention>(
     let rows = KvRows::pack::<B>(k, v);
     let remote = RemoteRows::start(rows.clone(), call, strategy, exchange);
     let own = take(&rows, split.own.pieces.iter().map(|piece| &piece.range));
-    let own = forward_over::<B>(q, kv.unpack_buffer(own), &split.own, call);
+    let own = forward_over::<B>(q, kv.unpack_buffer(own), &split.own, call, true);
     let mut merger = Merger::<B>::new(own);
     let remote = kv.unpack_buffer(remote.finish(call));
     if split.remote.len > 0 {
-        let remote = forward_over::<B>(q, remote.clone(), &split.remote, call);
+        let remote = forward_over::<B>(q, remote.clone(), &split.remote, call, false);
         merger = merger.add(remote);
     }
     (merger.finish(sinks.as_ref()), remote)

@@ -46,7 +46,7 @@ pub(super) fn forward<B: InnerAttention>(
     };
     let mut pending = steps.first().map(|step| start(rows.clone(), step));
     let own_rows = take(&rows, own.pieces.iter().map(|piece| &piece.range));
-    let partial = forward_over::<B>(q, kv.unpack_buffer(own_rows), own, call);
+    let partial = forward_over::<B>(q, kv.unpack_buffer(own_rows), own, call, pending.is_some());
     let mut merger = Merger::<B>::new(partial);
     for (index, step) in steps.iter().enumerate() {
         let Some(arrived) = pending.take().map(Pending::finish) else {
@@ -55,7 +55,8 @@ pub(super) fn forward<B: InnerAttention>(
         pending = (steps.get(index + 1)).map(|next| start(arrived.clone(), next));
         if step.keys.len > 0 {
             let keys = kv.unpack_buffer(take(&arrived, &step.take));
-            merger = merger.add(forward_over::<B>(q, keys, &step.keys, call));
+            let travels = pending.is_some();
+            merger = merger.add(forward_over::<B>(q, keys, &step.keys, call, travels));
         }
     }
     (merger.finish(sinks.as_ref()), first)

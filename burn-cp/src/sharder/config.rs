@@ -77,6 +77,9 @@ pub struct ContextParallelConfig {
     /// Whether `all-gather`, `needed-only` and `left-halo` keep the keys and values of other ranks for the backward pass, at the cost
     /// of their memory in every layer, instead of exchanging them again, which is the default. The bits are the same.
     pub keep_keys: bool,
+    /// Multiprocessors of a GPU that the forward pass leaves free where it computes while keys and values travel: with `overlap`, and in
+    /// `ring`. Without, a kernel that wants all of them ends late, since a transfer has some of them at first.
+    pub sm_margin: usize,
     /// When the vision tower is split over the ranks.
     #[serde(deserialize_with = "VisionShardingConfig::deserialize")]
     pub vision: VisionShardingConfig,
@@ -98,6 +101,7 @@ impl Default for ContextParallelConfig {
             exchange: names::DEFAULT_EXCHANGE,
             overlap: false,
             keep_keys: false,
+            sm_margin: 0,
             vision: VisionShardingConfig::default(),
             primary: PrimaryStream::default(),
             padding_token_id: 0,

@@ -138,6 +138,8 @@ impl Case {
             overlap,
             // Half of the cases, each of which stays the same.
             keep_keys: self.documents.seq_len() % 2 == 1,
+            // More than a device has leaves one.
+            sm_margin: [0, 16, 1000][self.documents.seq_len() % 3],
             ..ContextParallelConfig::default()
         }
     }

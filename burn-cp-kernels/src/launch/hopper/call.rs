@@ -285,7 +285,8 @@ pub(crate) fn forward(
     options: &AttentionOptions,
 ) -> AttentionOutput<Tensor> {
     let [q, k, v] = [input.q, input.k, input.v].map(copyable);
-    let call = Call::new(&q, problem, options, input.sinks.is_some());
+    let mut call = Call::new(&q, problem, options, input.sinks.is_some());
+    call.num_blocks = call.num_blocks.saturating_sub(options.sm_margin).max(1);
     let out = empty_like(&q, problem.out_shape(), q.dtype);
     let lse = empty(&q, &problem.lse_shape(), DType::F32);
     let (plan, [num_items, _]) = tables(&q, segments, call.key(false), || {

@@ -6,7 +6,7 @@
 
 #[cfg(feature = "cuda")]
 mod call;
-#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code, unused_imports))]
 pub(crate) mod plan;
 #[cfg(feature = "cuda")]
 mod source;

@@ -134,6 +134,9 @@ impl Announced {
             let _starting = Starting::new(shared, number);
             let raw = shared.lock()?;
             shared.stream.wait_for_submitted_work()?;
+            // Kernels may hold all multiprocessors until they end. Later ones begin behind this point, where the operation already is.
+            let begun = shared.stream.record()?;
+            shared.stream.hold_later_work(&begun)?;
             enqueue(&Queue {
                 raw: raw.1,
                 stream: &shared.stream,

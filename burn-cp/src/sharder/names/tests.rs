@@ -165,6 +165,7 @@ fn what_is_written_is_read_again() {
                     exchange,
                     overlap: true,
                     keep_keys: true,
+                    sm_margin: 16,
                     primary,
                     padding_token_id: 7,
                     ..ContextParallelConfig::default()

@@ -129,5 +129,6 @@ impl<B: ContextParallelBackend> CpStep<B> {
         )
         .with_overlap(self.inner.config.overlap)
         .with_kept_keys(self.inner.config.keep_keys)
+        .with_sm_margin(self.inner.config.sm_margin)
     }
 }
