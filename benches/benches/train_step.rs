@@ -13,7 +13,7 @@ use burn::{
 };
 use burn_cp::{
     batch::{Media, SequenceBatch},
-    collectives::num_host_reads,
+    collectives::{all_reduce, num_host_reads},
     comm::{self, RankContext},
     launch::RankDevice,
     layout::{Documents, LayoutPolicy},
@@ -91,6 +91,9 @@ struct Args {
     /// Keep the keys of other ranks for the backward pass
     #[arg(long)]
     keep_keys: bool,
+    /// Multiprocessors that a forward pass leaves free while keys and values travel
+    #[arg(long, default_value_t = 0)]
+    sm_margin: usize,
     /// Give image embeddings only to the ranks that own their tokens
     #[arg(long)]
     deliver: bool,
@@ -242,7 +245,7 @@ impl<B: Backend> ModuleMapper<B> for OnDevice {
     }
 }
 
-/// Gradients of this rank, and the loss: of all ranks where logits are whole, else this rank's part.
+/// Gradients of this rank, and the loss of all ranks.
 fn gradients<B: TrainBackend>(
     model: &SequenceSharded<Qwen3Vl<B>>,
     step: &CpStep<B>,
@@ -262,7 +265,7 @@ fn gradients<B: TrainBackend>(
     let grads = GradientsParams::from_grads(loss.local.backward(), model);
     #[allow(clippy::cast_precision_loss, reason = "a number of labels")]
     let part = loss.sum / num_labels.max(1) as f64;
-    Ok((grads, part))
+    Ok((grads, all_reduce(part, step.loss_group())))
 }
 
 fn rank<B>(context: &RankContext, args: &Args) -> Result<(), Failure>
@@ -280,6 +283,7 @@ where
             exchange: args.exchange,
             overlap: args.overlap,
             keep_keys: args.keep_keys,
+            sm_margin: args.sm_margin,
             vision: match args.vision {
                 Vision::Sharded => VisionShardingConfig::always(),
                 Vision::Replicated => VisionShardingConfig::replicated(),

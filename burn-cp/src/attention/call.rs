@@ -79,7 +79,7 @@ impl AttentionCall {
     }
 
     /// The same call, whose forward pass leaves this many multiprocessors of a GPU free where it computes while keys and values travel
-    /// ([`burn_cp_kernels::AttentionOptions::sm_margin`]).
+    /// ([`burn_cp_kernels::AttentionOptions::sm_margin`]). Ranks may differ.
     #[must_use]
     pub fn with_sm_margin(self, sm_margin: usize) -> Self {
         Self { sm_margin, ..self }

@@ -51,7 +51,12 @@ struct Like {
 
 impl Like {
     fn zeros<B: Backend>(&self, device: &B::Device) -> FloatTensor<B> {
-        B::float_zeros(self.shape.clone(), device, self.dtype.into())
+        let (shape, dtype) = (self.shape.clone(), self.dtype.into());
+        // A kernel without units, which CUDA refuses.
+        if shape.num_elements() == 0 {
+            return B::float_empty(shape, device, dtype);
+        }
+        B::float_zeros(shape, device, dtype)
     }
 }
 

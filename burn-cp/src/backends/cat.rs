@@ -2,7 +2,8 @@
 
 use burn::tensor::{BasicOps, Tensor, backend::Backend};
 
-/// `Tensor::cat`, for models whose ranks are threads: `tensors` side by side along `dim`. Local; panics as `Tensor::cat` does.
+/// `Tensor::cat`, for models whose ranks are threads: `tensors` side by side along `dim`, `[.., len_i, ..]` -> `[.., Σ len_i, ..]`. Local; panics as
+/// `Tensor::cat` does.
 ///
 /// The backward pass of any thread ends by freeing what no tensor refers to any more, in the graphs of all threads. Burn 0.21's
 /// own `cat` lets go of its inputs before its result stands in the graph; where nothing else refers to that graph, and the

@@ -114,8 +114,8 @@ impl<B: Backend> Payload<B> {
         if *range == (0..shape[dim]) {
             return self.clone();
         }
-        if range.is_empty() {
-            return self.zeros_like(dim, 0);
+        if range.is_empty() || self.is_empty() {
+            return self.zeros_like(dim, range.len());
         }
         let slices = slices(&shape, dim, range);
         match self {
@@ -266,6 +266,10 @@ impl<B: Backend> Payload<B> {
         match parts.len() {
             0 => return like.zeros_like(dim, 0),
             1 => return parts.swap_remove(0),
+            // Rows without columns.
+            _ if parts.iter().all(Self::is_empty) => {
+                return like.zeros_like(dim, parts.iter().map(|part| part.shape()[dim]).sum());
+            }
             _ => {}
         }
         let (mut floats, mut ints, mut bools) = (Vec::new(), Vec::new(), Vec::new());

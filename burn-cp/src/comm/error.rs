@@ -98,7 +98,7 @@ fn seen(op: &Option<String>) -> String {
 fn hint(op: &str) -> &'static str {
     match op.contains(" adjoint of ") {
         true => {
-            "; ranks that are threads need parameters of their own, by `model.clone().fork(device)`: `nn::check_parameters` tells"
+            "; ranks that are threads and share parameters wait for each other like this: each needs its own, `model.clone().fork(device)`"
         }
         false => "",
     }

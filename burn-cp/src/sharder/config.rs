@@ -77,8 +77,10 @@ pub struct ContextParallelConfig {
     /// Whether `all-gather`, `needed-only` and `left-halo` keep the keys and values of other ranks for the backward pass, at the cost
     /// of their memory in every layer, instead of exchanging them again, which is the default. The bits are the same.
     pub keep_keys: bool,
-    /// Multiprocessors of a GPU that the forward pass leaves free where it computes while keys and values travel: with `overlap`, and in
-    /// `ring`. Without, a kernel that wants all of them ends late, since a transfer has some of them at first.
+    /// Multiprocessors of a GPU that forward passes leave free where they compute while keys and values travel: with `overlap` in
+    /// `all-gather`, `needed-only` and `left-halo`, and in `ring`. 0 unless set. For the routine `hopper`, whose kernel ends late where a
+    /// transfer has some of the multiprocessors that it wants; the others, and backward passes, share them as they are free
+    /// ([`burn_cp_kernels::AttentionOptions::sm_margin`]). Ranks may differ.
     pub sm_margin: usize,
     /// When the vision tower is split over the ranks.
     #[serde(deserialize_with = "VisionShardingConfig::deserialize")]

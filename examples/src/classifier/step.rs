@@ -42,6 +42,9 @@ fn batch<B: Backend>(texts: &Texts) -> Result<SequenceBatch<B>, LayoutError> {
 pub type Trained = (TextClassifier<B>, f64, Tensor<Flex, 3>);
 
 /// The same from every rank.
+///
+/// # Errors
+/// The first failure of a rank.
 pub fn train(
     model: &TextClassifier<B>,
     texts: &Texts,

@@ -15,7 +15,7 @@ pub const LOSS_TOLERANCE: f64 = 1e-4;
 
 /// Largest relative difference of a parameter's gradient from one rank's at step 0, in `f32`.
 ///
-/// On CUDA Burn's products of `f32` matrices round their inputs to the 10 bits of tf32 (CubeK 0.2, `MatmulElems`), on one rank as on
+/// On CUDA Burn's products of `f32` matrices round their inputs to the 10 bits of tf32 (CubeK 0.2, `adjust_dtypes` of its matrix products), on one rank as on
 /// several, but not to the same sums.
 pub fn gradient_tolerance(device: Device) -> f64 {
     match device {

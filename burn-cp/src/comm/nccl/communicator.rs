@@ -130,13 +130,17 @@ impl Announced {
         let shared = &self.shared;
         shared.stream.enter()?;
         shared.make_room()?;
+        let begins_at_once = shared.in_flight().is_empty();
         let end = {
             let _starting = Starting::new(shared, number);
             let raw = shared.lock()?;
             shared.stream.wait_for_submitted_work()?;
-            // Kernels may hold all multiprocessors until they end. Later ones begin behind this point, where the operation already is.
-            let begun = shared.stream.record()?;
-            shared.stream.hold_later_work(&begun)?;
+            if begins_at_once {
+                // Kernels may hold all multiprocessors until they end: later ones are to begin behind this point, where the operation
+                // already is. Behind an earlier operation it is not, and they would wait for that one.
+                let begun = shared.stream.record()?;
+                shared.stream.hold_later_work(&begun)?;
+            }
             enqueue(&Queue {
                 raw: raw.1,
                 stream: &shared.stream,
