@@ -56,6 +56,8 @@ pub(super) struct Shared {
     pub(super) starting: Mutex<Option<(u64, Instant)>>,
     /// Tasks for the device's thread that use the communicator and have not run yet.
     num_announced: AtomicUsize,
+    /// Operations that were started and that later work has not been ordered behind.
+    num_open: AtomicUsize,
     /// What went wrong first where no rank waits for it.
     error: Mutex<Option<NcclError>>,
     pub(super) observer: Option<Observer>,
@@ -98,6 +100,14 @@ impl fmt::Debug for Shared {
 }
 
 impl Ticket {
+    fn new(shared: &Arc<Shared>, end: Arc<Event>) -> Self {
+        shared.num_open.fetch_add(1, Ordering::AcqRel);
+        Self {
+            shared: shared.clone(),
+            end,
+        }
+    }
+
     /// Makes all work that is submitted to the device from now on wait for the operation, on the device. Its buffers may be let go
     /// afterwards. The host does not wait.
     pub(crate) fn order_before_later_work(self) -> Result<(), NcclError> {
@@ -110,6 +120,12 @@ impl Ticket {
 #[derive(Debug)]
 pub(crate) struct Announced {
     shared: Arc<Shared>,
+}
+
+impl Drop for Ticket {
+    fn drop(&mut self) {
+        self.shared.num_open.fetch_sub(1, Ordering::AcqRel);
+    }
 }
 
 impl Announced {
@@ -130,14 +146,14 @@ impl Announced {
         let shared = &self.shared;
         shared.stream.enter()?;
         shared.make_room()?;
-        let begins_at_once = shared.in_flight().is_empty();
+        let alone = shared.num_open.load(Ordering::Acquire) == 0;
         let end = {
             let _starting = Starting::new(shared, number);
             let raw = shared.lock()?;
             shared.stream.wait_for_submitted_work()?;
-            if begins_at_once {
+            if alone {
                 // Kernels may hold all multiprocessors until they end: later ones are to begin behind this point, where the operation
-                // already is. Behind an earlier operation it is not, and they would wait for that one.
+                // already is. Behind another that nothing waits for yet it is not, and they would wait for that one.
                 let begun = shared.stream.record()?;
                 shared.stream.hold_later_work(&begun)?;
             }
@@ -152,10 +168,7 @@ impl Announced {
             started: Instant::now(),
             end: end.clone(),
         });
-        Ok(Ticket {
-            shared: shared.clone(),
-            end,
-        })
+        Ok(Ticket::new(shared, end))
     }
 
     /// Another one.
@@ -220,6 +233,7 @@ impl Communicator {
             in_flight: Mutex::default(),
             starting: Mutex::default(),
             num_announced: AtomicUsize::new(0),
+            num_open: AtomicUsize::new(0),
             error: Mutex::default(),
             observer,
             deadline,
