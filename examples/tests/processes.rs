@@ -1,4 +1,4 @@
-//! `train-vlm --launch env`: refusals, and with feature `mpi` training by processes that mpirun starts.
+//! `--launch env`: refusals, and with feature `mpi` training and fine-tuning by processes that mpirun starts.
 
 use std::process::{Command, Output, Stdio};
 
@@ -137,6 +137,10 @@ mod mpi {
     }
 
     fn mpirun(args: &[&str], out: &Path) -> String {
+        mpirun_of(env!("CARGO_BIN_EXE_train-vlm"), args, out)
+    }
+
+    fn mpirun_of(program: &str, args: &[&str], out: &Path) -> String {
         let mut command = Command::new("mpirun");
         clean(&mut command);
         command
@@ -150,11 +154,51 @@ mod mpi {
                 "-n",
                 "4",
             ])
-            .arg(env!("CARGO_BIN_EXE_train-vlm"))
+            .arg(program)
             .args(["--launch", "env", "--out"])
             .arg(out)
             .args(args);
         run(&mut command)
+    }
+
+    #[test]
+    fn processes_fine_tune_as_threads_do() {
+        let out = TempDir::new().expect("a folder");
+        let [processes, threads] = ["processes", "threads"].map(|name| out.path().join(name));
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR"));
+        let model = folder.join("../tests/fixtures/qwen3_vl/untied");
+        let data = folder.join("data/photographs.jsonl");
+        let (model, data) = (model.to_string_lossy(), data.to_string_lossy());
+        // Rows of one step are accumulated: several backward passes on the same parameters.
+        let args = [
+            "--model",
+            &model,
+            "--data",
+            &data,
+            "--tokens",
+            "320",
+            "--steps",
+            "2",
+            "--dp",
+            "2",
+            "--rows-per-step",
+            "4",
+            "--learning-rate",
+            "1e-3",
+            "--warmup-steps",
+            "1",
+        ];
+        let program = env!("CARGO_BIN_EXE_finetune-qwen3-vl");
+        let printed = mpirun_of(program, &args, &processes);
+        assert_eq!(printed.matches("written to").count(), 1, "{printed}");
+        let mut command = Command::new(program);
+        command.args(["--ranks", "4", "--out"]).arg(&threads);
+        run(command.args(args));
+        assert_eq!(losses(&processes), losses(&threads), "to the last digit");
+        let [by_processes, by_threads] = [processes, threads].map(|out| summary(&out));
+        for same in ["parameters_sha256", "vision_frames_per_rank"] {
+            assert_eq!(by_processes[same], by_threads[same], "{same}");
+        }
     }
 
     #[test]
