@@ -172,7 +172,9 @@ pub(super) fn overlapped_forward<B: InnerAttention>(
     let rows = KvRows::pack::<B>(k, v);
     let remote = RemoteRows::start(rows.clone(), call, strategy, exchange);
     let own = take(&rows, split.own.pieces.iter().map(|piece| &piece.range));
-    let own = forward_over::<B>(q, kv.unpack_buffer(own), &split.own, call, true);
+    let moves = split.exchange.moves_rows(call.prepared().rank());
+    let travels = strategy == ExchangeStrategy::AllGather || moves;
+    let own = forward_over::<B>(q, kv.unpack_buffer(own), &split.own, call, travels);
     let mut merger = Merger::<B>::new(own);
     let remote = kv.unpack_buffer(remote.finish(call));
     if split.remote.len > 0 {

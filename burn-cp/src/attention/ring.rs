@@ -44,19 +44,28 @@ pub(super) fn forward<B: InnerAttention>(
         first.get_or_insert(operation.number);
         pass_on(rows, step, call, operation)
     };
+    let rank = call.prepared().rank();
+    let travels = |step: Option<&RingStep>| step.is_some_and(|step| step.exchange.moves_rows(rank));
     let mut pending = steps.first().map(|step| start(rows.clone(), step));
     let own_rows = take(&rows, own.pieces.iter().map(|piece| &piece.range));
-    let partial = forward_over::<B>(q, kv.unpack_buffer(own_rows), own, call, pending.is_some());
+    let partial = forward_over::<B>(
+        q,
+        kv.unpack_buffer(own_rows),
+        own,
+        call,
+        travels(steps.first()),
+    );
     let mut merger = Merger::<B>::new(partial);
     for (index, step) in steps.iter().enumerate() {
         let Some(arrived) = pending.take().map(Pending::finish) else {
             break;
         };
-        pending = (steps.get(index + 1)).map(|next| start(arrived.clone(), next));
+        let next = steps.get(index + 1);
+        pending = next.map(|next| start(arrived.clone(), next));
         if step.keys.len > 0 {
             let keys = kv.unpack_buffer(take(&arrived, &step.take));
-            let travels = pending.is_some();
-            merger = merger.add(forward_over::<B>(q, keys, &step.keys, call, travels));
+            let partial = forward_over::<B>(q, keys, &step.keys, call, travels(next));
+            merger = merger.add(partial);
         }
     }
     (merger.finish(sinks.as_ref()), first)

@@ -193,6 +193,13 @@ impl ExchangePlan {
         others.map(|piece| piece.range.len()).sum()
     }
 
+    /// Whether rows leave or reach this rank, which is `rank`.
+    pub(crate) fn moves_rows(&self, rank: usize) -> bool {
+        let mut taken = self.pieces.iter();
+        let mut sent = self.sends.iter();
+        taken.any(|piece| piece.source != rank) || sent.any(|sent| sent.destination != rank)
+    }
+
     /// What this rank takes, in the order of its result; no piece is empty.
     pub fn pieces(&self) -> &[Piece] {
         &self.pieces
