@@ -210,7 +210,7 @@ pub(crate) fn portable() {
 type Fused = Autodiff<burn::backend::Cuda<bf16, i32>>;
 
 /// Burn's attention and ours on the same problems under autodiff, with fusion. Burn holds all scores at once and tries its kernels on them,
-/// which takes minutes unless `CUBECL_AUTOTUNE_LEVEL=minimal` is set and CubeCL keeps compiled kernels.
+/// which takes minutes.
 pub(crate) fn against_burn() {
     for tokens in [8192, 1024] {
         against_burn_at(tokens);

@@ -304,8 +304,8 @@ pub fn rms_norm<B: Backend, const D: usize>(norm: &RmsNorm<B>, x: Tensor<B, D>) 
 
 /// `x` times `gamma` along the last dim.
 ///
-/// The gradient of `gamma` sums over all tokens. Burn sums over one dim after the other, and a dim of many tokens by as many threads as
-/// `gamma` has values: tokens stand in two dims where their number has divisors, so that the first sum is one of many.
+/// The gradient of `gamma` sums over all tokens, dim by dim: over 8,192 tokens in one dim Burn took 1.1 to 1.8 ms on an H200
+/// (`benches/results`). Tokens stand in two dims where their number has divisors, so that there are many sums to be made at once.
 fn scaled<B: Backend, const D: usize>(x: Tensor<B, D>, gamma: Tensor<B, 1>) -> Tensor<B, D> {
     let dims = x.dims();
     let width = dims[D - 1];

@@ -6,23 +6,14 @@ use burn_cp::launch::LaunchError;
 use clap::ValueEnum;
 
 use super::{
-    Checkpointing, Device, Exchange, Layout, ModelSize, Outcome, TrainConfig, Vision, max_rel_diff,
+    Checkpointing, Exchange, Layout, ModelSize, Outcome, TrainConfig, Vision, max_rel_diff,
     max_rel_grad_diff, train_on_device,
 };
 
 /// Largest relative difference of the loss from one rank's that a case may show, in `f32` over twenty steps.
 pub const LOSS_TOLERANCE: f64 = 1e-4;
-
 /// Largest relative difference of a parameter's gradient from one rank's at step 0, in `f32`.
-///
-/// On CUDA Burn's products of `f32` matrices round their inputs to the 10 bits of tf32 (CubeK 0.2, `adjust_dtypes` of its matrix products), on one rank as on
-/// several, but not to the same sums.
-pub fn gradient_tolerance(device: Device) -> f64 {
-    match device {
-        Device::Cuda => 1e-3,
-        _ => 1e-5,
-    }
-}
+pub const GRADIENT_TOLERANCE: f64 = 1e-5;
 
 /// One way of running the training.
 #[derive(Debug, Clone, PartialEq)]
@@ -89,10 +80,9 @@ impl CaseResult {
                 self.loss
             ));
         }
-        let tolerance = gradient_tolerance(self.case.config.device);
-        if self.gradient.is_nan() || self.gradient > tolerance {
+        if self.gradient.is_nan() || self.gradient > GRADIENT_TOLERANCE {
             return Some(format!(
-                "a gradient differs by {:.1e}, more than {tolerance:.0e}",
+                "a gradient differs by {:.1e}, more than {GRADIENT_TOLERANCE:.0e}",
                 self.gradient
             ));
         }
