@@ -59,7 +59,9 @@ pub(crate) use helpers::{Helper, wait_for_helpers};
 pub(crate) use hub::{Hub, odd_one_out};
 pub(crate) use mpi::{MPI_AVAILABLE, MpiWire};
 #[cfg(feature = "cuda")]
-pub(crate) use nccl::{Announced, Communicator, Element, NcclError, Queue, Ticket, UniqueId};
+pub(crate) use nccl::{
+    Announced, Communicator, Element, Move, Moves, NcclError, Place, Queue, Ticket, UniqueId,
+};
 #[cfg(feature = "cuda")]
 pub(crate) use observer::Observer;
 pub(crate) use order::WeakProgramOrder;

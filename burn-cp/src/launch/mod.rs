@@ -114,6 +114,6 @@ fn cause_of_panic(payload: &(dyn Any + Send)) -> FailureCause {
 /// Waits for threads that take down what a world's ranks have used on devices, but not for one that is stuck.
 fn wait_for_helpers(hub: Option<&crate::comm::Hub>) {
     #[cfg(feature = "cuda")]
-    crate::comm::wait_for_helpers(hub, std::time::Duration::from_secs(3));
+    crate::comm::wait_for_helpers(hub, std::time::Duration::from_secs(20));
     let _ = hub;
 }

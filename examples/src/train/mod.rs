@@ -31,9 +31,9 @@ pub(crate) use checkpoint::Checkpoints;
 pub use choices::{Checkpointing, Delivery, Device, Exchange, Layout, ModelSize, Vision};
 pub use config::{ConfigFileError, TrainConfig, TrainConfigError, load_config};
 #[cfg(feature = "flex")]
-pub use device::train_on_device;
-#[cfg(feature = "flex")]
 pub(crate) use device::{DeviceProgram, on_device};
+#[cfg(feature = "flex")]
+pub use device::{product_rounding, train_on_device};
 pub use evaluate::{Score, evaluate};
 pub use fields::FieldError;
 pub use outcome::{Outcome, max_rel_diff, max_rel_grad_diff};

@@ -7,8 +7,8 @@ use burn::backend::{
 use burn_cp_examples::{
     models::{mimo_v2_flash::MimoV2FlashVlConfig, qwen3_vl::Qwen3VlConfig},
     train::{
-        Architecture, Delivery, Exchange, Layout, ModelSize, TrainConfig, Vision, grid,
-        max_rel_diff, max_rel_grad_diff, train,
+        Architecture, Delivery, Device, Exchange, Layout, ModelSize, TrainConfig, Vision, grid,
+        max_rel_diff, max_rel_grad_diff, product_rounding, train,
     },
 };
 use burn_cp_tests::DEVICE;
@@ -26,6 +26,18 @@ fn every_pair_of_settings_trains_as_one_rank_does() {
         .filter_map(|result| Some(format!("{}: {}", result.case.name(), result.fault()?)))
         .collect();
     assert!(wrong.is_empty(), "{wrong:#?}");
+}
+
+/// The tolerance of gradients on a device follows from what its products do to their inputs.
+#[test]
+fn products_keep_all_bits_of_their_inputs_or_ten() {
+    let rounding = product_rounding(DEVICE);
+    let kept = rounding == 0.0;
+    assert!(
+        kept || (2f64.powi(-12)..=2f64.powi(-10)).contains(&rounding),
+        "{rounding:e}"
+    );
+    assert!(kept || DEVICE != Device::Cpu, "{rounding:e}");
 }
 
 /// In f64 nothing but the order of sums differs, so losses and all gradients agree far below any modelling error.

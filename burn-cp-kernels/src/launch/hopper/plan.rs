@@ -128,8 +128,25 @@ pub(crate) struct ForwardPlan {
     pub(crate) lists: Vec<i32>,
 }
 
-/// Deals the work out to `num_blocks` blocks: tiles of one document and head next to each other, so that
-/// its keys stay in cache, each to the block with the least to do so far.
+/// Bytes of keys and values that blocks may walk at about the same time: half the second-level cache of an H100 or H200, whose two halves
+/// may both hold them.
+const CACHE_BYTES: i64 = 24 << 20;
+
+/// Heads of keys that are walked at a time, so that what one block reads is in cache for the others. With all 16 heads at once documents of
+/// 16K and 64K tokens take 5 and 11 % longer on an H200; with one head at a time 2 %.
+fn heads_at_a_time(run: &Run, problem: &AttentionProblem) -> usize {
+    let elements = (problem.head_dim + problem.v_head_dim) as i64;
+    let head = run.num_k().max(1).saturating_mul(2 * elements);
+    let fit = usize::try_from(CACHE_BYTES / head)
+        .unwrap_or(usize::MAX)
+        .max(2);
+    // Equally many each time.
+    let times = problem.num_kv_heads.div_ceil(fit);
+    problem.num_kv_heads.div_ceil(times.max(1)).max(1)
+}
+
+/// Deals the work out to `num_blocks` blocks: tiles of one document and of few heads next to each other, so that
+/// their keys stay in cache, each to the block with the least to do so far.
 pub(crate) fn forward(
     segments: &Segments,
     problem: &AttentionProblem,
@@ -138,17 +155,19 @@ pub(crate) fn forward(
     let groups = forward_groups(problem.head_dim, problem.v_head_dim);
     let mut entries = Vec::new();
     for (index, run) in runs(segments).iter().enumerate() {
+        let at_a_time = heads_at_a_time(run, problem);
         for t in (0..run.num_q()).step_by(groups * GROUP_ROWS as usize) {
             forward_items(run, t, problem, |head, tiles, item| {
                 let size = run.num_q() * run.num_k().max(1);
-                entries.push(((Reverse(size), index, Reverse(tiles), head), item));
+                let heads = head / problem.group() / at_a_time;
+                entries.push(((Reverse(size), index, heads, Reverse(tiles), head), item));
             });
         }
     }
     entries.sort_by_key(|(key, _)| *key);
     let mut loads: BinaryHeap<_> = (0..num_blocks).map(|block| Reverse((0, block))).collect();
     let mut lists = vec![Vec::new(); num_blocks];
-    for ((_, _, Reverse(tiles), _), item) in entries {
+    for ((.., Reverse(tiles), _), item) in entries {
         if let Some(Reverse((load, block))) = loads.pop() {
             lists[block].push(item);
             loads.push(Reverse((load + tiles + 1, block)));

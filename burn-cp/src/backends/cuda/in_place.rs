@@ -5,7 +5,7 @@ use burn::tensor::TensorMetadata;
 use super::{Plain, Run, contiguous, empty, tensor_of, with_tensor};
 use crate::{
     collectives::{Collective, Combine, Decomposition, Later, Payload},
-    comm::CommError,
+    comm::{CommError, Move, Moves},
 };
 
 /// So many runs at most go from rank to rank as messages of their own; more are put together first.
@@ -41,26 +41,31 @@ impl Run<'_> {
         let rank = self.group.rank();
         // In bytes.
         let run = move |start: usize, len: usize| ((start * row) as u64, len * row);
-        let gives = (work.gives.iter())
-            .filter(|given| !given.range.is_empty())
-            .map(|given| {
-                let (start, len) = run(given.range.start, given.range.len());
-                (given.destination, start, len)
-            });
-        let mut gives: Vec<_> = gives.collect();
+        let at = |peer, (address, num_bytes)| Move {
+            peer,
+            address,
+            num_bytes,
+        };
+        // Addresses count from the start of the input, and of the output.
+        let mut moves = Moves::default();
+        for given in (work.gives.iter()).filter(|given| !given.range.is_empty()) {
+            let bytes = run(given.range.start, given.range.len());
+            moves.gives.push(at(given.destination, bytes));
+        }
         let mut end = 0;
-        let mut takes = Vec::new();
         for piece in &work.takes {
-            let (start, len) = run(end, piece.range.len());
+            let bytes = run(end, piece.range.len());
             end += piece.range.len();
-            if len == 0 {
+            if bytes.1 == 0 {
                 continue;
             }
             if piece.source == rank {
-                // NCCL moves a rank's own rows while those of others are on their way.
-                gives.push((rank, run(piece.range.start, 0).0, len));
+                // A rank's own rows are copied while those of others are on their way.
+                moves
+                    .gives
+                    .push(at(rank, (run(piece.range.start, 0).0, bytes.1)));
             }
-            takes.push((piece.source, start, len));
+            moves.takes.push(at(piece.source, bytes));
         }
         // Nothing to read from, or to write to: the device has no buffer for it.
         let named: Vec<_> = [&from, &to]
@@ -71,18 +76,12 @@ impl Run<'_> {
         if named.is_empty() {
             return Ok(Box::new(move || Ok(with_tensor(&payload, to))));
         }
-        let on_its_way = self.start(named, move |queue, addresses| {
+        let on_its_way = self.exchange(named, move |addresses| {
             let input = addresses.first().copied().unwrap_or_default();
             let output = addresses.last().copied().unwrap_or_default();
-            queue.grouped(|| {
-                for &(destination, start, len) in &gives {
-                    queue.send(destination, input + start, len)?;
-                }
-                for &(source, start, len) in &takes {
-                    queue.receive(source, output + start, len)?;
-                }
-                Ok(())
-            })
+            moves.gives.iter_mut().for_each(|one| one.address += input);
+            moves.takes.iter_mut().for_each(|one| one.address += output);
+            moves
         });
         Ok(Box::new(move || {
             on_its_way.arrive();

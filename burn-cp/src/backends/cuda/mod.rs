@@ -10,8 +10,8 @@ use super::CollectiveRuntime;
 use crate::{
     collectives::{Call, Collective, Later, Payload, Pending, Wire},
     comm::{
-        CommError, Communicator, Element, NcclError, Observer, ProcessGroup, Queue, Transport,
-        UniqueId,
+        CommError, Communicator, Element, Move, Moves, NcclError, Observer, Place, ProcessGroup,
+        Queue, Transport, UniqueId,
     },
 };
 
@@ -135,9 +135,42 @@ fn join(
             what: "tensors on GPUs".to_owned(),
             reason: "rank 0 made no unique id".to_owned(),
         })?;
-    let place = [group.rank(), group.size(), ordinal];
-    let joined = Communicator::new(&id, place, Some(observer.clone()), observer.deadline());
+    let direct = reach_each_other(group, ordinal)?;
+    let place = Place {
+        rank: group.rank(),
+        size: group.size(),
+        ordinal,
+    };
+    let joined = Communicator::new(
+        &id,
+        &place,
+        direct,
+        Some(observer.clone()),
+        observer.deadline(),
+    );
     group.consensus("joining NCCL", joined).map(Some)
+}
+
+/// Whether the ranks are threads whose GPUs reach each other's memory, which is opened for them. Every rank must call it.
+fn reach_each_other(group: &ProcessGroup, ordinal: usize) -> Result<bool, CommError> {
+    if group.transport() != Transport::Threads {
+        return Ok(false);
+    }
+    let ordinals = group.host_all_gather("GPUs", ordinal)?;
+    let others: Vec<usize> = (ordinals.into_iter())
+        .filter(|other| *other != ordinal)
+        .collect();
+    let opened = Communicator::open(ordinal, &others);
+    let opened = group.consensus("opening the GPUs' memory", opened)?;
+    let all = group.host_all_gather("GPUs' memory", opened)?;
+    let direct = all.iter().all(|opened| *opened);
+    if !direct && group.rank() == 0 {
+        tracing::info!(
+            group = group.name(),
+            "not all GPUs reach each other's memory, so that NCCL moves all rows"
+        );
+    }
+    Ok(direct)
 }
 
 /// One collective.
@@ -188,7 +221,9 @@ impl Run<'_> {
         let shape = payload.shape();
         let dtype = payload.dtype();
         match op {
-            Collective::AllGather { dim: 0, sizes } if even(sizes) && shape.num_elements() > 0 => {
+            Collective::AllGather { dim: 0, sizes }
+                if even(sizes) && shape.num_elements() > 0 && !self.communicator.is_direct() =>
+            {
                 let mut all = shape.clone();
                 all[0] = sizes.iter().sum();
                 let num_bytes = shape.num_elements() * dtype.size();
@@ -277,31 +312,37 @@ impl Wire<Plain> for &Run<'_> {
         let incoming: Vec<Tensor> = (receives.iter())
             .map(|(_, shape)| empty(tensor_of(like), shape.clone()))
             .collect();
-        let destinations = sends
-            .into_iter()
+        let destinations: Vec<_> = (sends.into_iter())
             .map(|(destinations, _)| destinations)
             .zip(outgoing.iter().map(num_bytes))
-            .collect::<Vec<_>>();
-        let sources = receives
-            .into_iter()
+            .collect();
+        let sources: Vec<_> = (receives.into_iter())
             .map(|(source, _)| source)
             .zip(incoming.iter().map(num_bytes))
-            .collect::<Vec<_>>();
+            .collect();
         let tensors: Vec<Tensor> = outgoing.into_iter().chain(incoming.clone()).collect();
         let on_its_way = (!tensors.is_empty()).then(|| {
-            self.start(tensors, move |queue, addresses| {
+            self.exchange(tensors, move |addresses| {
                 let (from, to) = addresses.split_at(destinations.len());
-                queue.grouped(|| {
-                    for ((destinations, num_bytes), address) in destinations.iter().zip(from) {
-                        for destination in destinations {
-                            queue.send(*destination, *address, *num_bytes)?;
-                        }
-                    }
-                    for ((source, num_bytes), address) in sources.iter().zip(to) {
-                        queue.receive(*source, *address, *num_bytes)?;
-                    }
-                    Ok(())
-                })
+                let mut moves = Moves::default();
+                for ((destinations, num_bytes), &address) in destinations.into_iter().zip(from) {
+                    moves
+                        .gives
+                        .extend(destinations.into_iter().map(|peer| Move {
+                            peer,
+                            address,
+                            num_bytes,
+                        }));
+                }
+                let takes = sources.into_iter().zip(to);
+                moves.takes = takes
+                    .map(|((peer, num_bytes), &address)| Move {
+                        peer,
+                        address,
+                        num_bytes,
+                    })
+                    .collect();
+                moves
             })
         });
         let like = like.clone();

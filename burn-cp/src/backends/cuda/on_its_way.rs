@@ -8,18 +8,42 @@ use cubecl::{
 };
 
 use super::{Run, Tensor};
-use crate::comm::{Announced, NcclError, Queue, Ticket};
+use crate::comm::{Announced, Moves, NcclError, Queue, Ticket};
 
 type Server = <CudaRuntime as Runtime>::Server;
 
 impl Run<'_> {
-    /// Starts an operation on tensors, whose addresses it is given. The host waits for nothing, not even for the device's thread,
-    /// which asks for the addresses and enqueues the operation behind all work that was submitted before; what goes wrong there
-    /// fails the world, and this rank's next operation.
+    /// Starts an operation of NCCL on tensors, whose addresses it is given.
     pub(super) fn start(
         &self,
         tensors: Vec<Tensor>,
         enqueue: impl FnOnce(&Queue<'_>, &[u64]) -> Result<(), NcclError> + Send + 'static,
+    ) -> OnItsWay {
+        let number = self.number;
+        self.submit(tensors, move |announced, addresses| {
+            announced.start(number, |queue| enqueue(queue, addresses))
+        })
+    }
+
+    /// Starts moving runs of tensors' bytes between ranks; `moves` is given the tensors' addresses.
+    pub(super) fn exchange(
+        &self,
+        tensors: Vec<Tensor>,
+        moves: impl FnOnce(&[u64]) -> Moves + Send + 'static,
+    ) -> OnItsWay {
+        let number = self.number;
+        self.submit(tensors, move |announced, addresses| {
+            announced.exchange(number, moves(addresses))
+        })
+    }
+
+    /// Starts an operation on tensors, whose addresses it is given. The host waits for nothing, not even for the device's thread,
+    /// which asks for the addresses and enqueues the operation behind all work that was submitted before; what goes wrong there
+    /// fails the world, and this rank's next operation.
+    fn submit(
+        &self,
+        tensors: Vec<Tensor>,
+        begin: impl FnOnce(&Announced, &[u64]) -> Result<Ticket, NcclError> + Send + 'static,
     ) -> OnItsWay {
         let device = DeviceHandle::<Server>::new(tensors[0].device.to_id());
         let ticket = Arc::new(Mutex::new(None));
@@ -27,7 +51,7 @@ impl Run<'_> {
             .map(|tensor| tensor.handle.clone())
             .collect();
         let (announced, started) = (self.communicator.announce(), ticket.clone());
-        let (number, what) = (self.number, self.what.to_owned());
+        let what = self.what.to_owned();
         let of_end = announced.again();
         device.submit(move |server| {
             // Asking for its resource orders this stream behind all work on a buffer.
@@ -38,7 +62,7 @@ impl Run<'_> {
             let begun = addresses
                 .collect::<Result<Vec<u64>, _>>()
                 .map_err(|error| NcclError::Buffer(format!("{error:?}")))
-                .and_then(|addresses| announced.start(number, |queue| enqueue(queue, &addresses)));
+                .and_then(|addresses| begin(&announced, &addresses));
             match begun {
                 Ok(begun) => {
                     *started.lock().unwrap_or_else(PoisonError::into_inner) = Some(begun);

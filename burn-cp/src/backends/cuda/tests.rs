@@ -38,9 +38,19 @@ fn devices_exist(wanted: usize) -> bool {
     }
 }
 
-fn alone() -> Communicator {
+/// Whose rows NCCL moves, and whose rows are copied.
+fn both_alone() -> [Communicator; 2] {
+    [alone(false), alone(true)]
+}
+
+fn alone(direct: bool) -> Communicator {
     let id = UniqueId::new().unwrap();
-    Communicator::new(&id, [0, 1, 0], None, Duration::from_secs(30)).unwrap()
+    let place = Place {
+        rank: 0,
+        size: 1,
+        ordinal: 0,
+    };
+    Communicator::new(&id, &place, direct, None, Duration::from_secs(30)).unwrap()
 }
 
 fn run<'a>(group: &'a ProcessGroup, communicator: &'a Communicator) -> Run<'a> {
@@ -79,11 +89,14 @@ fn operations(num_rows: usize) -> Vec<Collective> {
 
 #[test]
 fn every_collective_and_its_adjoint_are_the_identity_in_a_world_of_one() {
-    if !device_exists() {
-        return;
+    if device_exists() {
+        both_alone().iter().for_each(is_the_identity);
     }
-    let (group, communicator) = (ProcessGroup::solo(), alone());
-    let run = run(&group, &communicator);
+}
+
+fn is_the_identity(communicator: &Communicator) {
+    let group = ProcessGroup::solo();
+    let run = run(&group, communicator);
     let device = Default::default();
     for op in operations(6) {
         let forth_and_back = [op.adjoint(), op];
@@ -144,11 +157,14 @@ fn every_collective_and_its_adjoint_are_the_identity_in_a_world_of_one() {
 /// Long kernels before and behind an operation, and buffers that are let go and used again at once.
 #[test]
 fn operations_are_ordered_among_kernels_whatever_becomes_of_their_buffers() {
-    if !device_exists() {
-        return;
+    if device_exists() {
+        both_alone().iter().for_each(is_ordered_among_kernels);
     }
-    let (group, communicator) = (ProcessGroup::solo(), alone());
-    let run = run(&group, &communicator);
+}
+
+fn is_ordered_among_kernels(communicator: &Communicator) {
+    let group = ProcessGroup::solo();
+    let run = run(&group, communicator);
     let device = Default::default();
     let n = 1024;
     let half = Float::full([n, n], 0.5 / n as f32, &device);
@@ -192,10 +208,12 @@ fn operations_are_ordered_among_kernels_whatever_becomes_of_their_buffers() {
 /// Rows to itself and back, started before and completed behind other work.
 #[test]
 fn an_operation_is_started_and_completed_apart() {
-    if !device_exists() {
-        return;
+    if device_exists() {
+        both_alone().iter().for_each(is_started_and_completed_apart);
     }
-    let communicator = alone();
+}
+
+fn is_started_and_completed_apart(communicator: &Communicator) {
     let device = Default::default();
     let from = Float::random([64, 32], Distribution::Default, &device)
         .into_primitive()
@@ -205,15 +223,16 @@ fn an_operation_is_started_and_completed_apart() {
         [&from, &to].map(|tensor| tensor.client.get_resource(tensor.handle.clone()).unwrap());
     let [source, target] = resources.each_ref().map(|resource| resource.resource().ptr);
     let num_bytes = 64 * 32 * 4;
-    let ticket = communicator
-        .announce()
-        .start(0, |queue| {
-            queue.grouped(|| {
-                queue.send(0, source, num_bytes)?;
-                queue.receive(0, target, num_bytes)
-            })
-        })
-        .unwrap();
+    let at = |address| Move {
+        peer: 0,
+        address,
+        num_bytes,
+    };
+    let moves = Moves {
+        gives: vec![at(source)],
+        takes: vec![at(target)],
+    };
+    let ticket = communicator.announce().exchange(0, moves).unwrap();
     let other = Float::ones([64, 64], &device)
         .matmul(Float::ones([64, 64], &device))
         .sum();
@@ -230,7 +249,7 @@ fn an_aborted_communicator_refuses() {
         return;
     }
     let group = ProcessGroup::solo();
-    let communicator = alone();
+    let communicator = alone(false);
     let x = Payload::Float(
         Float::ones([3, 2], &Default::default())
             .into_primitive()

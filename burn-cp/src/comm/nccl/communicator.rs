@@ -16,6 +16,7 @@ use super::{
     cuda::{Event, Stream},
     error::{NcclError, check_libraries},
     join::{UniqueId, connected},
+    peers::{Moves, Peers},
     queue::{Queue, accepted},
     watchdog::Watchdog,
 };
@@ -51,17 +52,38 @@ pub(super) struct Shared {
     handle: Raw,
     aborted: AtomicBool,
     pub(super) stream: Arc<Stream>,
+    /// Where the ranks' GPUs reach each other's memory.
+    direct: Option<Direct>,
     pub(super) in_flight: Mutex<VecDeque<InFlight>>,
     /// The operation that is being started.
     pub(super) starting: Mutex<Option<(u64, Instant)>>,
     /// Tasks for the device's thread that use the communicator and have not run yet.
     num_announced: AtomicUsize,
-    /// Operations that were started and that later work has not been ordered behind.
+    /// Operations of NCCL that were started and that later work has not been ordered behind.
     num_open: AtomicUsize,
     /// What went wrong first where no rank waits for it.
     error: Mutex<Option<NcclError>>,
     pub(super) observer: Option<Observer>,
     pub(super) deadline: Duration,
+}
+
+/// A rank's end of exchanges by copies.
+struct Direct {
+    peers: Arc<Peers>,
+    rank: usize,
+    /// For copies from others to this rank's device.
+    stream: Arc<Stream>,
+}
+
+/// A rank's place among those that join.
+#[derive(Debug, Clone)]
+pub(crate) struct Place {
+    /// Rank of the group.
+    pub(crate) rank: usize,
+    /// Number of ranks.
+    pub(crate) size: usize,
+    /// The rank's GPU.
+    pub(crate) ordinal: usize,
 }
 
 /// One rank's end of a group's device transport.
@@ -90,7 +112,15 @@ impl fmt::Debug for Communicator {
 #[must_use = "work that uses the result has to be ordered behind the operation"]
 pub(crate) struct Ticket {
     shared: Arc<Shared>,
-    end: Arc<Event>,
+    started: Started,
+}
+
+#[derive(Debug)]
+enum Started {
+    /// On NCCL's stream; where it ends.
+    Nccl(Arc<Event>),
+    /// As copies, some of which may wait for others to post.
+    Exchange(u64),
 }
 
 impl fmt::Debug for Shared {
@@ -100,19 +130,27 @@ impl fmt::Debug for Shared {
 }
 
 impl Ticket {
-    fn new(shared: &Arc<Shared>, end: Arc<Event>) -> Self {
-        shared.num_open.fetch_add(1, Ordering::AcqRel);
+    fn new(shared: &Arc<Shared>, started: Started) -> Self {
+        if let Started::Nccl(_) = started {
+            shared.num_open.fetch_add(1, Ordering::AcqRel);
+        }
         Self {
             shared: shared.clone(),
-            end,
+            started,
         }
     }
 
     /// Makes all work that is submitted to the device from now on wait for the operation, on the device. Its buffers may be let go
-    /// afterwards. The host does not wait.
+    /// afterwards. The host does not wait for the device; where copies go between ranks, it waits until those have started theirs.
     pub(crate) fn order_before_later_work(self) -> Result<(), NcclError> {
-        self.shared.stream.enter()?;
-        self.shared.stream.hold_later_work(&self.end)
+        let shared = &self.shared;
+        match &self.started {
+            Started::Nccl(end) => {
+                shared.stream.enter()?;
+                shared.stream.hold_later_work(end)
+            }
+            Started::Exchange(number) => shared.hold_behind_exchange(*number),
+        }
     }
 }
 
@@ -124,7 +162,9 @@ pub(crate) struct Announced {
 
 impl Drop for Ticket {
     fn drop(&mut self) {
-        self.shared.num_open.fetch_sub(1, Ordering::AcqRel);
+        if let Started::Nccl(_) = self.started {
+            self.shared.num_open.fetch_sub(1, Ordering::AcqRel);
+        }
     }
 }
 
@@ -150,7 +190,7 @@ impl Announced {
         let end = {
             let _starting = Starting::new(shared, number);
             let raw = shared.lock()?;
-            shared.stream.wait_for_submitted_work()?;
+            drop(shared.stream.wait_for_submitted_work()?);
             if alone {
                 // Kernels may hold all multiprocessors until they end: later ones are to begin behind this point, where the operation
                 // already is. Behind another that nothing waits for yet it is not, and they would wait for that one.
@@ -163,12 +203,26 @@ impl Announced {
             })?;
             Arc::new(shared.stream.record()?)
         };
-        shared.in_flight().push_back(InFlight {
-            number,
-            started: Instant::now(),
-            end: end.clone(),
-        });
-        Ok(Ticket::new(shared, end))
+        shared.watch(number, &end);
+        Ok(Ticket::new(shared, Started::Nccl(end)))
+    }
+
+    /// Starts operation `number`, which moves runs of bytes between ranks: by copies where the ranks' GPUs reach each other's memory,
+    /// else by NCCL. It starts after all work that was submitted to the device before, on every rank. The host does not wait for it.
+    pub(crate) fn exchange(&self, number: u64, moves: Moves) -> Result<Ticket, NcclError> {
+        let shared = &self.shared;
+        let Some(direct) = &shared.direct else {
+            return self.start(number, |queue| queue.exchange(&moves));
+        };
+        direct.stream.enter()?;
+        shared.make_room()?;
+        if shared.has_failed() {
+            return Err(NcclError::Aborted);
+        }
+        let streams = [&direct.stream, &shared.stream];
+        let posted = direct.peers.post(direct.rank, number, moves, streams);
+        posted.map_err(|error| shared.unless_a_peers(error))?;
+        Ok(Ticket::new(shared, Started::Exchange(number)))
     }
 
     /// Another one.
@@ -213,23 +267,37 @@ impl Drop for Starting<'_> {
 }
 
 impl Communicator {
-    /// Joins `size` ranks that use the same id, and connects them for all that a [`Queue`] can do, so that later calls wait for
-    /// nobody. Every rank must call it; `ordinal` is the rank's GPU. Waits for the others until the deadline, or until the world has
-    /// failed.
+    /// Joins ranks that use the same id, and connects them for all that a [`Queue`] can do, so that later calls wait for nobody. With
+    /// `direct` they are threads of this process whose GPUs reach each other's memory. Every rank must call it. Waits for the others
+    /// until the deadline, or until the world has failed.
     pub(crate) fn new(
         id: &UniqueId,
-        [rank, size, ordinal]: [usize; 3],
+        place: &Place,
+        direct: bool,
         observer: Option<Observer>,
         deadline: Duration,
     ) -> Result<Self, NcclError> {
         check_libraries()?;
+        let Place {
+            rank,
+            size,
+            ordinal,
+        } = *place;
         let stream = Arc::new(Stream::new(ordinal)?);
         let handle = connected(id, [rank, size], &stream, observer.as_ref(), deadline)?;
+        let direct = direct.then(|| {
+            Ok(Direct {
+                peers: Peers::of(id.bytes(), size),
+                rank,
+                stream: Arc::new(Stream::new(ordinal)?),
+            })
+        });
         let shared = Arc::new(Shared {
             raw: Mutex::new(Some(handle)),
             handle,
             aborted: AtomicBool::new(false),
             stream,
+            direct: direct.transpose()?,
             in_flight: Mutex::default(),
             starting: Mutex::default(),
             num_announced: AtomicUsize::new(0),
@@ -246,6 +314,16 @@ impl Communicator {
             ordinal,
             _watchdog: watchdog,
         })
+    }
+
+    /// Whether exchanges are copies between GPUs that reach each other's memory, not NCCL's.
+    pub(crate) fn is_direct(&self) -> bool {
+        self.shared.direct.is_some()
+    }
+
+    /// Lets a rank's GPU and others reach each other's memory; whether they can.
+    pub(crate) fn open(ordinal: usize, others: &[usize]) -> Result<bool, NcclError> {
+        Stream::new(ordinal)?.open_to(others)
     }
 
     pub(crate) fn ordinal(&self) -> usize {
@@ -319,11 +397,66 @@ impl Shared {
         }
     }
 
+    /// Looks after an operation until it has ended.
+    fn watch(&self, number: u64, end: &Arc<Event>) {
+        self.in_flight().push_back(InFlight {
+            number,
+            started: Instant::now(),
+            end: end.clone(),
+        });
+    }
+
+    fn hold_behind_exchange(&self, number: u64) -> Result<(), NcclError> {
+        let direct = self.direct.as_ref().ok_or(NcclError::Aborted)?;
+        let ends = (direct.peers).ends(direct.rank, number, || self.has_failed())?;
+        direct.stream.enter()?;
+        for end in &ends {
+            let held = direct.stream.hold_later_work(end);
+            held.map_err(|error| self.unless_a_peers(error))?;
+            self.watch(number, end);
+        }
+        Ok(())
+    }
+
+    /// An error of a call that names events and buffers of several devices. What another rank's device makes fail is for that rank to
+    /// report, which is waited for.
+    fn unless_a_peers(&self, error: NcclError) -> NcclError {
+        let start = Instant::now();
+        while self.stream.check().is_ok() && start.elapsed() < self.deadline {
+            if self.has_failed() {
+                return NcclError::Aborted;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        error
+    }
+
+    /// The oldest operation that was started and has not ended.
+    pub(super) fn oldest(&self) -> Result<Option<(u64, Instant)>, NcclError> {
+        let started = match self.drop_ended()? {
+            None => *self.starting(),
+            first => first,
+        };
+        let posted = match &self.direct {
+            Some(direct) => direct.peers.oldest(direct.rank),
+            None => None,
+        };
+        Ok(started
+            .into_iter()
+            .chain(posted)
+            .min_by_key(|(_, since)| *since))
+    }
+
     /// Forgets operations that have ended; the first that has not.
-    pub(super) fn drop_ended(&self) -> Result<Option<(u64, Instant)>, NcclError> {
+    fn drop_ended(&self) -> Result<Option<(u64, Instant)>, NcclError> {
         let mut in_flight = self.in_flight();
         while let Some(first) = in_flight.front() {
-            if !first.end.has_happened()? {
+            let ended = match first.end.has_happened() {
+                // Of another rank's device, which that rank has to report.
+                Err(_) if self.stream.check().is_ok() => false,
+                ended => ended?,
+            };
+            if !ended {
                 return Ok(Some((first.number, first.started)));
             }
             in_flight.pop_front();

@@ -60,17 +60,95 @@ impl Stream {
         })
     }
 
-    /// The stream's next operation waits, on the device, for all work that was submitted to the context's streams so far.
-    pub(super) fn wait_for_submitted_work(&self) -> Result<(), NcclError> {
+    /// The stream's next operation waits, on the device, for all work that was submitted to the context's streams so far: for the event
+    /// that is returned.
+    pub(super) fn wait_for_submitted_work(&self) -> Result<Event, NcclError> {
         let event = Event::new()?;
-        // SAFETY: context, event and stream are alive.
+        // SAFETY: context and event are alive.
         driver("recording the context's work", unsafe {
             sys::cuCtxRecordEvent(self.context, event.0).result()
         })?;
+        self.wait(&event)?;
+        Ok(event)
+    }
+
+    /// The stream's next operation waits, on the device, for an event of any device.
+    pub(super) fn wait(&self, event: &Event) -> Result<(), NcclError> {
         let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
-        // SAFETY: as above.
+        // SAFETY: event and stream are alive.
         driver("ordering the stream", unsafe {
             result::stream::wait_event(self.stream, event.0, flags)
+        })
+    }
+
+    /// Copies to an address of this device from one of `source`'s, as the stream's next operation.
+    pub(super) fn copy_from(
+        &self,
+        to: u64,
+        (source, from): (&Self, u64),
+        num_bytes: usize,
+    ) -> Result<(), NcclError> {
+        // SAFETY: the callers keep both buffers until the copy has ended; contexts and stream are alive.
+        driver("copying between devices", unsafe {
+            sys::cuMemcpyPeerAsync(
+                to,
+                self.context,
+                from,
+                source.context,
+                num_bytes,
+                self.stream,
+            )
+            .result()
+        })
+    }
+
+    /// Lets this device's kernels and copies reach memory of other devices, and theirs reach its own; whether that is possible.
+    pub(super) fn open_to(&self, others: &[usize]) -> Result<bool, NcclError> {
+        self.enter()?;
+        for &other in others {
+            let ordinal = i32::try_from(other).unwrap_or(i32::MAX);
+            let other = driver("looking for a device", result::device::get(ordinal))?;
+            let mut reaches = 0;
+            // SAFETY: both devices exist; the out pointer outlives the call.
+            driver("asking what a device reaches", unsafe {
+                sys::cuDeviceCanAccessPeer(&raw mut reaches, self.device, other).result()
+            })?;
+            if reaches == 0 {
+                return Ok(false);
+            }
+            self.open_to_device(other, ordinal)?;
+        }
+        Ok(true)
+    }
+
+    fn open_to_device(&self, other: sys::CUdevice, ordinal: i32) -> Result<(), NcclError> {
+        // Memory of its allocator's plain calls.
+        // SAFETY: the device exists; the context is released below.
+        let context = driver("opening a device", unsafe {
+            result::primary_ctx::retain(other)
+        })?;
+        // SAFETY: the context is alive.
+        let opened = unsafe { sys::cuCtxEnablePeerAccess(context, 0) };
+        // SAFETY: retained above; its rank holds it, too.
+        let released = unsafe { result::primary_ctx::release(other) };
+        if opened != sys::CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED {
+            driver("opening a device's memory", opened.result())?;
+        }
+        driver("closing a device", released)?;
+        // Memory of its pool.
+        let mut pool = std::ptr::null_mut();
+        // SAFETY: the device exists; the out pointer outlives the call.
+        driver("looking for the memory pool", unsafe {
+            sys::cuDeviceGetMemPool(&raw mut pool, self.device).result()
+        })?;
+        let access = PoolAccess {
+            kind: 1,
+            ordinal,
+            flags: 3,
+        };
+        // SAFETY: the pool is the device's; the record has the layout that the driver reads.
+        driver("opening the memory pool", unsafe {
+            sys::cuMemPoolSetAccess(pool, (&raw const access).cast(), 1).result()
         })
     }
 
@@ -111,6 +189,16 @@ impl Stream {
         })
     }
 }
+
+/// `CUmemAccessDesc`, whose fields are named differently from version to version: a device (kind 1) that may read and write (flags 3).
+#[repr(C)]
+struct PoolAccess {
+    kind: u32,
+    ordinal: i32,
+    flags: u32,
+}
+
+const _: () = assert!(size_of::<PoolAccess>() == size_of::<sys::CUmemAccessDesc>());
 
 impl Drop for Stream {
     fn drop(&mut self) {

@@ -15,6 +15,7 @@ use super::{
     communicator::Raw,
     cuda::Stream,
     error::{NcclError, check_libraries},
+    peers::{Move, Moves},
     queue::{Element, Queue, call},
 };
 use crate::comm::Observer;
@@ -33,6 +34,10 @@ impl UniqueId {
         let id = cudarc::nccl::result::get_uniqueid()
             .map_err(|error| call("making a unique id", error.0, None))?;
         Ok(Self(id.internal.iter().map(|byte| *byte as u8).collect()))
+    }
+
+    pub(super) fn bytes(&self) -> &[u8] {
+        &self.0
     }
 
     fn raw(&self) -> sys::ncclUniqueId {
@@ -103,12 +108,18 @@ fn connect(id: sys::ncclUniqueId, place: [usize; 2], stream: &Stream) -> Result<
     queue.reduce_scatter(all.address(), part.address(), 1, Element::F32)?;
     queue.all_reduce(part.address(), part.address(), 1, Element::F32)?;
     queue.broadcast(part.address(), part.address(), 4, 0)?;
-    queue.grouped(|| {
-        for other in (0..size).filter(|other| *other != rank) {
-            queue.send(other, part.address(), 4)?;
-            queue.receive(other, all.address() + 4 * other as u64, 4)?;
-        }
-        Ok(())
+    let with = |address: &dyn Fn(usize) -> u64| {
+        let others = (0..size).filter(|other| *other != rank);
+        let one = |peer| Move {
+            peer,
+            address: address(peer),
+            num_bytes: 4,
+        };
+        others.map(one).collect()
+    };
+    queue.exchange(&Moves {
+        gives: with(&|_| part.address()),
+        takes: with(&|other| all.address() + 4 * other as u64),
     })?;
     Ok(raw)
 }

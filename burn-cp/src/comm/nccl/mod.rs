@@ -21,10 +21,12 @@ mod communicator;
 mod cuda;
 mod error;
 mod join;
+mod peers;
 mod queue;
 mod watchdog;
 
-pub(crate) use communicator::{Announced, Communicator, Ticket};
+pub(crate) use communicator::{Announced, Communicator, Place, Ticket};
 pub(crate) use error::NcclError;
 pub(crate) use join::UniqueId;
+pub(crate) use peers::{Move, Moves};
 pub(crate) use queue::{Element, Queue};

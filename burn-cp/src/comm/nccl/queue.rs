@@ -2,7 +2,12 @@
 
 use cudarc::nccl::sys;
 
-use super::{communicator::Raw, cuda::Stream, error::NcclError};
+use super::{
+    communicator::Raw,
+    cuda::Stream,
+    error::NcclError,
+    peers::{Move, Moves},
+};
 
 /// Elements that NCCL adds up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -43,29 +48,27 @@ pub(crate) struct Queue<'a> {
 }
 
 impl Queue<'_> {
-    /// Several sends and receives that make progress together.
-    pub(crate) fn grouped(
-        &self,
-        run: impl FnOnce() -> Result<(), NcclError>,
-    ) -> Result<(), NcclError> {
-        // SAFETY: every start has its end, also where `run` fails.
+    /// Sends and receives that make progress together.
+    pub(super) fn exchange(&self, moves: &Moves) -> Result<(), NcclError> {
+        // SAFETY: every start has its end, also where a call fails.
         let opened = unsafe { sys::ncclGroupStart() };
         accepted("opening a group of operations", opened, None)?;
-        let done = run();
+        let sent = moves.gives.iter().try_for_each(|one| self.send(one));
+        let done = sent.and_then(|()| moves.takes.iter().try_for_each(|one| self.receive(one)));
         // SAFETY: as above.
         let closed = unsafe { sys::ncclGroupEnd() };
         let ended = accepted("closing a group of operations", closed, Some(self.raw));
         done.and(ended)
     }
 
-    pub(crate) fn send(&self, to: usize, address: u64, num_bytes: usize) -> Result<(), NcclError> {
+    fn send(&self, one: &Move) -> Result<(), NcclError> {
         // SAFETY: the caller keeps the buffer until the operation has ended.
         let code = unsafe {
             sys::ncclSend(
-                address as _,
-                num_bytes,
+                one.address as _,
+                one.num_bytes,
                 sys::ncclDataType_t::ncclUint8,
-                to as i32,
+                one.peer as i32,
                 self.raw.0,
                 self.stream.raw() as _,
             )
@@ -73,19 +76,14 @@ impl Queue<'_> {
         accepted("sending", code, Some(self.raw))
     }
 
-    pub(crate) fn receive(
-        &self,
-        from: usize,
-        address: u64,
-        num_bytes: usize,
-    ) -> Result<(), NcclError> {
+    fn receive(&self, one: &Move) -> Result<(), NcclError> {
         // SAFETY: as for `send`; nobody else has the buffer.
         let code = unsafe {
             sys::ncclRecv(
-                address as _,
-                num_bytes,
+                one.address as _,
+                one.num_bytes,
                 sys::ncclDataType_t::ncclUint8,
-                from as i32,
+                one.peer as i32,
                 self.raw.0,
                 self.stream.raw() as _,
             )

@@ -94,11 +94,11 @@ fn fault(shared: &Shared) -> Option<Fault> {
         }
         Err(error) => return Some(Fault::Nccl(error)),
     }
-    let first = match shared.drop_ended() {
-        Ok(first) => first.or_else(|| *shared.starting()),
+    let oldest = match shared.oldest() {
+        Ok(oldest) => oldest,
         Err(error) => return Some(Fault::Nccl(error)),
     };
-    let (number, started) = first?;
+    let (number, started) = oldest?;
     let waited = started.elapsed();
     (waited > shared.deadline).then_some(Fault::Late { number, waited })
 }

@@ -189,3 +189,25 @@ fn tiles_of_queries_cover_every_row() {
         assert_eq!(rows, (0..segments.q_shape().1 as i32).collect::<Vec<_>>());
     });
 }
+
+#[test]
+fn few_heads_of_long_documents_are_walked_at_a_time_and_blocks_stay_balanced() {
+    for (tokens, at_a_time) in [(4096, 8), (8192, 4), (16384, 2), (65536, 2)] {
+        let list = vec![segment(0..tokens, 0..tokens, 0)];
+        let segments = Segments::new(list, (1, tokens), (1, tokens)).unwrap();
+        let problem = problem(&segments, (32, 16), 128);
+        let [run] = &runs(&segments)[..] else {
+            panic!("one document");
+        };
+        assert_eq!(heads_at_a_time(run, &problem), at_a_time);
+        let plan = forward(&segments, &problem, 132);
+        let load = |ends: &[i32]| {
+            let items = &plan.items[ends[0] as usize..ends[1] as usize];
+            items.iter().map(|item| item[4] + 1).sum::<i32>()
+        };
+        let loads: Vec<_> = plan.lists.windows(2).map(load).collect();
+        let mean = loads.iter().sum::<i32>() as f64 / 132.0;
+        let most = loads.into_iter().max().unwrap_or_default();
+        assert!(f64::from(most) <= 1.01 * mean, "{tokens}: {most}, {mean}");
+    }
+}

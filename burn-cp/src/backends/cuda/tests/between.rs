@@ -165,7 +165,7 @@ where
 }
 
 #[test]
-fn gradients_arrive_through_nccl() {
+fn gradients_arrive_between_gpus() {
     if !devices_exist(2) {
         return;
     }
@@ -173,11 +173,88 @@ fn gradients_arrive_through_nccl() {
     gradients_arrive::<burn::backend::Autodiff<burn::backend::Cuda<f32, i32>>>();
 }
 
+/// Devices that are out of step by turns, operations that are under way together, and buffers that are used again at once.
 #[test]
-fn a_rank_that_leaves_others_waiting_in_nccl_is_named_at_the_deadline() {
+fn operations_are_ordered_among_kernels_of_both_devices() {
     if !devices_exist(2) {
         return;
     }
+    let mesh = DeviceMesh::new([("cp", 2)]).unwrap();
+    let n = 1024;
+    launch::threads(2, |rank| {
+        let (group, me) = (comm::bind(&mesh, &rank)?.along(&["cp"])?, rank.rank());
+        let device = <Plain as burn::tensor::backend::BackendTypes>::Device::of_rank(&rank)?;
+        // Halves every element.
+        let half = Float::full([n, n], 0.5 / n as f32, &device);
+        let start = |rows: usize, value: f32, steps: i32| {
+            let mut x = Float::full([rows, n], value * 2f32.powi(steps), &device);
+            for _ in 0..steps {
+                x = x.matmul(half.clone());
+            }
+            let op = Collective::AllGather {
+                dim: 0,
+                sizes: [rows, rows].into(),
+            };
+            let x = Payload::Float(x.into_primitive().tensor());
+            let pending = Plain::collective_start(x, &op, &group, Call::forward(&group, "test"));
+            // The rows are free as soon as the operation is over: whoever writes to them next must not be early.
+            let overwritten = Float::full([rows, n], -1.0, &device) * 2.0;
+            (pending, overwritten)
+        };
+        for round in 0..60 {
+            let slow = (round + me) % 2 == 0;
+            let values = |rank: usize| [1.0, 2.0].map(|x| x + (rank * 100 + round) as f32);
+            let rows = [n - round % 7, 8 + round % 3];
+            let steps = [if slow { 12 } else { 1 }, 2];
+            let mine = values(me);
+            let started = [0, 1].map(|i| start(rows[i], mine[i], steps[i]));
+            let mut used = Float::ones([n, n], &device);
+            for _ in 0..steps[0] {
+                used = used.matmul(half.clone());
+            }
+            for (i, (pending, overwritten)) in started.into_iter().enumerate() {
+                let Payload::Float(all) = pending.finish() else {
+                    panic!("a float");
+                };
+                let all = Float::from_primitive(TensorPrimitive::Float(all));
+                let sums: Vec<f32> = (all.sum_dim(1) / n as f32)
+                    .into_data()
+                    .iter::<f32>()
+                    .collect();
+                for (of, parts) in sums.chunks(rows[i]).enumerate() {
+                    let want = values(of)[i];
+                    let right = parts.iter().all(|got| (got - want).abs() <= 1e-3 * want);
+                    assert!(
+                        right,
+                        "round {round}, operation {i}, rank {of}: {parts:?} for {want}"
+                    );
+                }
+                drop(overwritten);
+            }
+        }
+        Ok::<_, Box<dyn std::error::Error + Send + Sync>>(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_rank_that_leaves_others_waiting_is_named_at_the_deadline() {
+    if !devices_exist(2) {
+        return;
+    }
+    // NCCL's own, and copies.
+    for op in [
+        Collective::AllReduce,
+        Collective::AllGather {
+            dim: 0,
+            sizes: [8, 8].into(),
+        },
+    ] {
+        is_named_at_the_deadline(&op);
+    }
+}
+
+fn is_named_at_the_deadline(op: &Collective) {
     let mesh = DeviceMesh::new([("cp", 2)]).unwrap();
     let start = std::time::Instant::now();
     let options = launch::ThreadsOptions {
@@ -187,24 +264,27 @@ fn a_rank_that_leaves_others_waiting_in_nccl_is_named_at_the_deadline() {
     let world = launch::threads_with(2, options, |rank| {
         let group = comm::bind(&mesh, &rank)?.along(&["cp"])?;
         let device = <Plain as burn::tensor::backend::BackendTypes>::Device::of_rank(&rank)?;
-        let x = || Api::<Plain, 1>::ones([8], &device);
-        let sum: f32 = collectives::all_reduce(x(), &group).sum().into_scalar();
-        assert_eq!(sum, 16.0);
+        let run = || {
+            let x = Payload::Float(Float::ones([8, 2], &device).into_primitive().tensor());
+            Plain::collective(x, op, &group, Call::forward(&group, "test"))
+        };
+        let sum: f32 = floats(&run()).iter().sum();
+        assert_eq!(sum, 32.0);
         if rank.rank() == 0 {
             // Nobody comes.
-            drop(collectives::all_reduce(x(), &group).into_data());
-            drop(collectives::all_reduce(x(), &group));
+            floats(&run());
+            drop(run());
         }
         Ok::<_, Box<dyn std::error::Error + Send + Sync>>(())
     });
     let message = world.unwrap_err().to_string();
     assert!(
         message.contains("rank 1") || message.contains("[1]"),
-        "{message}"
+        "{op:?}: {message}"
     );
     assert!(
         start.elapsed() < Duration::from_secs(40),
-        "{:?}",
+        "{op:?}: {:?}",
         start.elapsed()
     );
 }
