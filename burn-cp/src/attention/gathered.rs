@@ -3,7 +3,7 @@
 //! Without overlap the buffer is put together first and one kernel call computes with it, which gives the bits of one device. With
 //! overlap the rank's own keys are computed with while those of others travel, and both parts are merged.
 
-use burn::tensor::{Tensor, backend::Backend, ops::FloatTensor};
+use burn::tensor::{Tensor, TensorMetadata, backend::Backend, ops::FloatTensor};
 use burn_cp_kernels::{
     AttentionBackwardInput, AttentionGradients, AttentionInput, AttentionOutput,
 };
@@ -197,10 +197,9 @@ pub(super) fn overlapped_backward<B: InnerAttention>(
     let prepared = call.prepared();
     let split = prepared.split();
     let kv = KvRows::of::<B>(k, v);
-    let rows = KvRows::pack::<B>(k, v);
     let remote = saved.exchanged.clone().unwrap_or_else(|| {
         let again = call.backward("attention again", of);
-        let remote = RemoteRows::start(rows.clone(), call, strategy, again);
+        let remote = RemoteRows::start(KvRows::pack::<B>(k, v), call, strategy, again);
         kv.unpack_buffer(remote.finish(call))
     });
     let mut dq: Option<Tensor<B, 4>> = None;
@@ -209,25 +208,29 @@ pub(super) fn overlapped_backward<B: InnerAttention>(
         dq = Some(rows::wrap(&grads.dq));
         pack_buffer::<B>(&grads.dk, &grads.dv, split.remote.len)
     } else {
-        rows.zeros_like(0, 0)
+        pack_buffer::<B>(k, v, 0)
     };
     let returning = start_return(grads, call, strategy, of);
     let own_ranges: Vec<_> = (split.own.pieces.iter())
         .map(|piece| piece.range.clone())
         .collect();
-    let own = take(&rows, &own_ranges);
-    let own = backward_over(saved, kv.unpack_buffer(own), dout, &split.own, call);
+    let num_rows = prepared.sizes()[prepared.rank()];
+    let own = if rows::are_all(&own_ranges, num_rows) && k.shape()[0] == 1 {
+        (k.clone(), v.clone())
+    } else {
+        kv.unpack_buffer(take(&KvRows::pack::<B>(k, v), &own_ranges))
+    };
+    let own = backward_over(saved, own, dout, &split.own, call);
     let own_rows = pack_buffer::<B>(&own.dk, &own.dv, split.own.len);
     let mut parts = rows_of(&own_rows, own_ranges);
     let returned = returning.finish();
-    let num_rows = rows.shape()[0];
     if strategy == ExchangeStrategy::AllGather {
         parts.push((0..num_rows, returned));
     } else {
         let targets = split.back.targets.iter().flatten().cloned();
         parts.extend(rows_of(&returned, targets));
     }
-    let total = Payload::sum_rows(&parts, 0, num_rows, &rows);
+    let total = Payload::sum_rows(&parts, 0, num_rows, &own_rows);
     let batch = prepared.plan().documents().batch_size();
     let (dk, dv) = kv.unpack(total, batch);
     // A sum of two is rounded once, whatever it is computed in.

@@ -119,6 +119,12 @@ pub(super) fn pack_buffer<B: Backend>(
     }
 }
 
+/// Whether ranges are all of `num_rows` rows, in their order.
+pub(super) fn are_all(ranges: &[Range<usize>], num_rows: usize) -> bool {
+    let end = (ranges.iter()).try_fold(0, |at, range| (range.start == at).then_some(range.end));
+    end == Some(num_rows)
+}
+
 /// The rows of `ranges`, in their order.
 pub(super) fn take<'a, B: Backend>(
     rows: &Payload<B>,

@@ -64,6 +64,8 @@ pub struct ExchangePlan {
     sends: Vec<SentRange>,
     /// Largest number of pieces that one rank takes from one other.
     most_runs: usize,
+    /// Largest number of rows that one rank takes from another.
+    most_rows: usize,
     /// Of the whole exchange, equal on every rank.
     fingerprint: u64,
 }
@@ -86,11 +88,12 @@ impl ExchangePlan {
                 got: pieces.len(),
             });
         }
-        let (mut sends, mut most_runs) = (Vec::new(), 0);
-        let mut num_runs = vec![0; pieces.len()];
+        let (mut sends, mut most_runs, mut most_rows) = (Vec::new(), 0, 0);
+        let (mut num_runs, mut num_rows) = (vec![0; pieces.len()], vec![0; pieces.len()]);
         for (destination, list) in pieces.iter().enumerate() {
             let mut at = 0;
             num_runs.fill(0);
+            num_rows.fill(0);
             for piece in list {
                 let len = input_lens.get(piece.source).copied();
                 if piece.range.start > piece.range.end
@@ -107,6 +110,10 @@ impl ExchangePlan {
                 if !piece.range.is_empty() {
                     num_runs[piece.source] += 1;
                     most_runs = most_runs.max(num_runs[piece.source]);
+                    num_rows[piece.source] += piece.range.len();
+                    if piece.source != destination {
+                        most_rows = most_rows.max(num_rows[piece.source]);
+                    }
                 }
                 if piece.source == rank && !piece.range.is_empty() {
                     sends.push(SentRange {
@@ -134,6 +141,7 @@ impl ExchangePlan {
             pieces: mine,
             sends,
             most_runs,
+            most_rows,
             fingerprint: hasher.finish(),
         })
     }
@@ -170,6 +178,15 @@ impl ExchangePlan {
     )]
     pub(crate) fn most_runs(&self) -> usize {
         self.most_runs
+    }
+
+    /// The largest number of rows that one rank takes from another. The same on every rank.
+    #[cfg_attr(
+        not(feature = "cuda"),
+        allow(dead_code, reason = "for devices that address memory")
+    )]
+    pub(crate) fn most_rows(&self) -> usize {
+        self.most_rows
     }
 
     /// Number of ranks.

@@ -5,13 +5,34 @@ use burn::tensor::TensorMetadata;
 use super::{Plain, Run, contiguous, empty, tensor_of, with_tensor};
 use crate::{
     collectives::{Collective, Combine, Decomposition, Later, Payload},
-    comm::{CommError, Move, Moves},
+    comm::{CommError, Communicator, Move, Moves},
 };
 
 /// So many runs at most go from rank to rank as messages of their own; more are put together first.
 const MOST_RUNS: usize = 8;
 
+/// Rows that go from one rank to another are copied from so many bytes on: NCCL moves fewer of them sooner, with one call. Tests copy them
+/// all; they are small, and those of processes go through NCCL.
+const SMALLEST_COPY: usize = if cfg!(test) { 0 } else { 8 << 20 };
+
 impl Collective {
+    /// The most elements that one rank takes from another at once, of a payload of this shape. The same answer on every rank.
+    pub(super) fn largest_message(&self, shape: &[usize]) -> usize {
+        let (dim, rows) = match self {
+            Self::AllGather { dim, sizes } | Self::ReduceScatter { dim, sizes } => {
+                (*dim, sizes.iter().copied().max().unwrap_or(0))
+            }
+            Self::Exchange { dim, plan } | Self::ExchangeReverse { dim, plan } => {
+                (*dim, plan.most_rows())
+            }
+            Self::AllReduce | Self::Broadcast { .. } | Self::Reduce { .. } => {
+                (0, shape.first().copied().unwrap_or(1))
+            }
+        };
+        let others = shape[..dim].iter().chain(shape.iter().skip(dim + 1));
+        rows * others.product::<usize>()
+    }
+
     /// Whether rows need no copy before or behind the message. The same answer on every rank.
     pub(super) fn moves_runs(&self) -> bool {
         match self {
@@ -20,6 +41,16 @@ impl Collective {
             _ => false,
         }
     }
+}
+
+/// Whether an operation's rows are copied by who takes them; else NCCL moves them. The same answer on every rank.
+pub(super) fn copies(
+    communicator: &Communicator,
+    op: &Collective,
+    payload: &Payload<Plain>,
+) -> bool {
+    let num_bytes = op.largest_message(&payload.shape()) * payload.dtype().size();
+    communicator.is_direct() && num_bytes >= SMALLEST_COPY
 }
 
 impl Run<'_> {

@@ -44,6 +44,7 @@ impl CollectiveRuntime for CudaRuntime {
             group,
             observer: Some(observer),
             communicator,
+            copies: in_place::copies(communicator, op, &payload),
             number: call.number,
             what: call.label,
         };
@@ -179,6 +180,8 @@ struct Run<'a> {
     /// `None` in a group of one.
     observer: Option<Observer>,
     communicator: &'a Communicator,
+    /// Whether rows are copied from GPU to GPU.
+    copies: bool,
     number: u64,
     what: &'a str,
 }
@@ -222,7 +225,7 @@ impl Run<'_> {
         let dtype = payload.dtype();
         match op {
             Collective::AllGather { dim: 0, sizes }
-                if even(sizes) && shape.num_elements() > 0 && !self.communicator.is_direct() =>
+                if even(sizes) && shape.num_elements() > 0 && !self.copies =>
             {
                 let mut all = shape.clone();
                 all[0] = sizes.iter().sum();

@@ -31,9 +31,9 @@ impl Run<'_> {
         tensors: Vec<Tensor>,
         moves: impl FnOnce(&[u64]) -> Moves + Send + 'static,
     ) -> OnItsWay {
-        let number = self.number;
+        let (number, copies) = (self.number, self.copies);
         self.submit(tensors, move |announced, addresses| {
-            announced.exchange(number, moves(addresses))
+            announced.exchange(number, moves(addresses), copies)
         })
     }
 

@@ -119,8 +119,8 @@ pub(crate) struct Ticket {
 enum Started {
     /// On NCCL's stream; where it ends.
     Nccl(Arc<Event>),
-    /// As copies, some of which may wait for others to post.
-    Exchange(u64),
+    /// As copies, some of which may wait for others to post, and where those of the rank's own rows end.
+    Exchange { number: u64, own: Option<Event> },
 }
 
 impl fmt::Debug for Shared {
@@ -149,7 +149,13 @@ impl Ticket {
                 shared.stream.enter()?;
                 shared.stream.hold_later_work(end)
             }
-            Started::Exchange(number) => shared.hold_behind_exchange(*number),
+            Started::Exchange { number, own } => {
+                if let Some(own) = own {
+                    shared.stream.enter()?;
+                    shared.stream.hold_later_work(own)?;
+                }
+                shared.hold_behind_exchange(*number)
+            }
         }
     }
 }
@@ -207,11 +213,17 @@ impl Announced {
         Ok(Ticket::new(shared, Started::Nccl(end)))
     }
 
-    /// Starts operation `number`, which moves runs of bytes between ranks: by copies where the ranks' GPUs reach each other's memory,
-    /// else by NCCL. It starts after all work that was submitted to the device before, on every rank. The host does not wait for it.
-    pub(crate) fn exchange(&self, number: u64, moves: Moves) -> Result<Ticket, NcclError> {
+    /// Starts operation `number`, which moves runs of bytes between ranks: with `copies`, which every rank must give alike, from buffer to
+    /// buffer where the ranks' GPUs [reach each other's memory](Communicator::is_direct), else by NCCL. It starts after all work that was
+    /// submitted to the device before, on every rank. The host does not wait for it.
+    pub(crate) fn exchange(
+        &self,
+        number: u64,
+        moves: Moves,
+        copies: bool,
+    ) -> Result<Ticket, NcclError> {
         let shared = &self.shared;
-        let Some(direct) = &shared.direct else {
+        let Some(direct) = shared.direct.as_ref().filter(|_| copies) else {
             return self.start(number, |queue| queue.exchange(&moves));
         };
         direct.stream.enter()?;
@@ -219,10 +231,13 @@ impl Announced {
         if shared.has_failed() {
             return Err(NcclError::Aborted);
         }
-        let streams = [&direct.stream, &shared.stream];
-        let posted = direct.peers.post(direct.rank, number, moves, streams);
-        posted.map_err(|error| shared.unless_a_peers(error))?;
-        Ok(Ticket::new(shared, Started::Exchange(number)))
+        let own = shared.copy_own(direct.rank, &moves)?;
+        let posted = (direct.peers).post(direct.rank, number, moves, &direct.stream);
+        posted.map_err(|error| {
+            direct.peers.withdraw(direct.rank, number);
+            shared.unless_a_peers(error)
+        })?;
+        Ok(Ticket::new(shared, Started::Exchange { number, own }))
     }
 
     /// Another one.
@@ -316,7 +331,7 @@ impl Communicator {
         })
     }
 
-    /// Whether exchanges are copies between GPUs that reach each other's memory, not NCCL's.
+    /// Whether the ranks' GPUs reach each other's memory, so that exchanges can be copies.
     pub(crate) fn is_direct(&self) -> bool {
         self.shared.direct.is_some()
     }
@@ -406,16 +421,34 @@ impl Shared {
         });
     }
 
+    /// Copies rows that stay with the rank, beside those of others; where that ends.
+    fn copy_own(&self, rank: usize, moves: &Moves) -> Result<Option<Event>, NcclError> {
+        let mut pairs = moves.to(rank).zip(moves.from(rank)).peekable();
+        if pairs.peek().is_none() {
+            return Ok(None);
+        }
+        drop(self.stream.wait_for_submitted_work()?);
+        for (give, take) in pairs {
+            (self.stream).copy_within(take.address, give.address, take.num_bytes)?;
+        }
+        self.stream.record().map(Some)
+    }
+
     fn hold_behind_exchange(&self, number: u64) -> Result<(), NcclError> {
         let direct = self.direct.as_ref().ok_or(NcclError::Aborted)?;
-        let ends = (direct.peers).ends(direct.rank, number, || self.has_failed())?;
-        direct.stream.enter()?;
-        for end in &ends {
-            let held = direct.stream.hold_later_work(end);
-            held.map_err(|error| self.unless_a_peers(error))?;
-            self.watch(number, end);
-        }
-        Ok(())
+        let held =
+            (direct.peers.ends(direct.rank, number, || self.has_failed())).and_then(|ends| {
+                direct.stream.enter()?;
+                ends.iter().try_for_each(|end| {
+                    direct.stream.hold_later_work(end)?;
+                    self.watch(number, end);
+                    Ok(())
+                })
+            });
+        held.map_err(|error| {
+            direct.peers.withdraw(direct.rank, number);
+            self.unless_a_peers(error)
+        })
     }
 
     /// An error of a call that names events and buffers of several devices. What another rank's device makes fail is for that rank to

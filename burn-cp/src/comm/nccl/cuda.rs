@@ -102,6 +102,19 @@ impl Stream {
         })
     }
 
+    /// Copies from address to address of this device, as the stream's next operation.
+    pub(super) fn copy_within(
+        &self,
+        to: u64,
+        from: u64,
+        num_bytes: usize,
+    ) -> Result<(), NcclError> {
+        // SAFETY: as for `copy_from`.
+        driver("copying", unsafe {
+            result::memcpy_dtod_async(to, from, num_bytes, self.stream)
+        })
+    }
+
     /// Lets this device's kernels and copies reach memory of other devices, and theirs reach its own; whether that is possible.
     pub(super) fn open_to(&self, others: &[usize]) -> Result<bool, NcclError> {
         self.enter()?;

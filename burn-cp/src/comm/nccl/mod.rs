@@ -10,6 +10,9 @@
 //! small operation; ranks connect for all that they can do when they join, and few operations are on their way at once, so that a call
 //! returns at once.
 //!
+//! Exchanges between ranks of one process whose GPUs reach each other's memory may be copies by the copy engines instead (`peers`), which
+//! start and end as any other operation does.
+//!
 //! # What can go wrong
 //!
 //! Ranks do not meet before they move tensors. Each records what it starts on the control plane; a watchdog looks for errors that NCCL

@@ -2,8 +2,9 @@
 //! copy engines, which take no multiprocessors from the kernels that run meanwhile.
 //!
 //! A rank posts where its rows are and where those of others belong, with an event behind all work that was submitted to its device so
-//! far. Whoever posts the second half of a pair enqueues the pair's copies, on a stream of the receiver's device and behind both events.
-//! Neither waits for the other to post, until work of its own has to be ordered behind the copies.
+//! far. Copies run on a stream of the receiver's device, behind the events of both ends. Whoever posts second starts them, those to the
+//! other too, unless the other waits already, and so can start them itself. A rank waits for others to post only where work of its own has
+//! to be ordered behind the copies.
 
 use std::{
     collections::HashMap,
@@ -29,7 +30,7 @@ pub(crate) struct Move {
     pub(crate) num_bytes: usize,
 }
 
-/// What a rank gives and what it takes; between two ranks, in the same order at both ends. Rows that stay with a rank are in both.
+/// What a rank gives and what it takes; between two ranks, in the same order at both ends. Runs that stay with a rank are in both.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Moves {
     pub(crate) gives: Vec<Move>,
@@ -37,11 +38,11 @@ pub(crate) struct Moves {
 }
 
 impl Moves {
-    fn to(&self, peer: usize) -> impl Iterator<Item = &Move> {
+    pub(super) fn to(&self, peer: usize) -> impl Iterator<Item = &Move> {
         self.gives.iter().filter(move |one| one.peer == peer)
     }
 
-    fn from(&self, peer: usize) -> impl Iterator<Item = &Move> {
+    pub(super) fn from(&self, peer: usize) -> impl Iterator<Item = &Move> {
         self.takes.iter().filter(move |one| one.peer == peer)
     }
 }
@@ -53,78 +54,134 @@ struct Post {
     ready: Event,
     /// Where copies from others run.
     stream: Arc<Stream>,
-    /// Where those of its own rows run, beside.
-    own: Arc<Stream>,
     since: Instant,
-    /// Its own part is over: all copies have been handed out to be waited for.
-    taken: bool,
+}
+
+/// One direction of a pair of ranks, both of which have posted.
+struct Pair {
+    source: usize,
+    destination: usize,
+    from: Arc<Post>,
+    to: Arc<Post>,
+}
+
+impl Pair {
+    /// Starts the copies. `None` where what one gives is not what the other takes: they call something else, which the records of
+    /// both show, and which fails the world.
+    fn start(&self) -> Result<Option<Event>, NcclError> {
+        let gives: Vec<_> = self.from.moves.to(self.destination).collect();
+        let takes: Vec<_> = self.to.moves.from(self.source).collect();
+        let sizes = |moves: &[&Move]| moves.iter().map(|one| one.num_bytes).collect::<Vec<_>>();
+        if sizes(&gives) != sizes(&takes) {
+            return Ok(None);
+        }
+        let stream = &self.to.stream;
+        stream.enter()?;
+        stream.wait(&self.from.ready)?;
+        for (give, take) in gives.iter().zip(takes) {
+            let from = (&*self.from.stream, give.address);
+            stream.copy_from(take.address, from, take.num_bytes)?;
+        }
+        stream.record().map(Some)
+    }
+}
+
+/// What is known of one rank in an exchange.
+#[derive(Default)]
+struct Rank {
+    post: Option<Arc<Post>>,
+    /// It waits for the others, and starts copies to itself meanwhile.
+    waits: bool,
+    /// It was told the ends of all copies that its buffers take part in.
+    told: bool,
+}
+
+/// The copies of one direction of a pair.
+struct Copies {
+    source: usize,
+    destination: usize,
+    /// Known when they have started.
+    end: Option<Arc<Event>>,
 }
 
 /// An exchange that is not over for all who have posted.
 struct Exchange {
-    posts: Vec<Option<Post>>,
-    /// Source, destination, and the end of the copies between.
-    copied: Vec<(usize, usize, Arc<Event>)>,
+    ranks: Vec<Rank>,
+    copies: Vec<Copies>,
 }
 
 impl Exchange {
     fn new(size: usize) -> Self {
         Self {
-            posts: (0..size).map(|_| None).collect(),
-            copied: Vec::new(),
+            ranks: (0..size).map(|_| Rank::default()).collect(),
+            copies: Vec::new(),
         }
     }
 
-    /// Starts the copies from `source` to `destination`, if both have posted.
-    fn copy(&mut self, source: usize, destination: usize) -> Result<(), NcclError> {
-        let (Some(from), Some(to)) = (&self.posts[source], &self.posts[destination]) else {
-            return Ok(());
-        };
-        let gives: Vec<_> = from.moves.to(destination).collect();
-        let takes: Vec<_> = to.moves.from(source).collect();
-        let fit = gives.len() == takes.len()
-            && gives
-                .iter()
-                .zip(&takes)
-                .all(|(give, take)| give.num_bytes == take.num_bytes);
-        // Who calls something else is found by the records of both, which fails the world.
-        if !fit || gives.is_empty() {
-            return Ok(());
+    /// The pairs that a rank has to start copies for: to itself, and to those that do not wait. They count as begun.
+    fn begin(&mut self, rank: usize) -> Vec<Pair> {
+        let mut pairs = Vec::new();
+        // Neighbours first, so that ranks do not all read from the same one.
+        let size = self.ranks.len();
+        for peer in (1..size).map(|n| (rank + n) % size) {
+            self.begin_pair(peer, rank, &mut pairs);
+            if !self.ranks[peer].waits {
+                self.begin_pair(rank, peer, &mut pairs);
+            }
         }
-        let stream = if source == destination {
-            &to.own
-        } else {
-            &to.stream
-        };
-        stream.enter()?;
-        stream.wait(&from.ready)?;
-        for (give, take) in gives.iter().zip(takes) {
-            let from = (&*from.stream, give.address);
-            stream.copy_from(take.address, from, take.num_bytes)?;
-        }
-        let end = Arc::new(stream.record()?);
-        self.copied.push((source, destination, end));
-        Ok(())
+        pairs
     }
 
-    /// The ends of all copies that a rank's buffers take part in, when all have started.
+    fn begin_pair(&mut self, source: usize, destination: usize, pairs: &mut Vec<Pair>) {
+        let [from, to] = [source, destination].map(|rank| self.ranks[rank].post.clone());
+        let (Some(from), Some(to)) = (from, to) else {
+            return;
+        };
+        let begun = self.copies_between(source, destination).is_some();
+        if begun || from.moves.to(destination).next().is_none() {
+            return;
+        }
+        self.copies.push(Copies {
+            source,
+            destination,
+            end: None,
+        });
+        pairs.push(Pair {
+            source,
+            destination,
+            from,
+            to,
+        });
+    }
+
+    /// Whether all who have posted were told all; those who have not have nothing to do with these.
+    fn is_over(&self) -> bool {
+        let mut ranks = self.ranks.iter();
+        ranks.all(|rank| rank.told || rank.post.is_none())
+    }
+
+    fn copies_between(&mut self, source: usize, destination: usize) -> Option<&mut Copies> {
+        let mut copies = self.copies.iter_mut();
+        copies.find(|copies| (copies.source, copies.destination) == (source, destination))
+    }
+
+    /// The ends of all copies between a rank and others, when all have started.
     fn ends(&self, rank: usize) -> Option<Vec<Arc<Event>>> {
-        let moves = &self.posts[rank].as_ref()?.moves;
-        let end = |source, destination| {
-            let mut all = self.copied.iter();
-            all.find(|copied| (copied.0, copied.1) == (source, destination))
-                .map(|copied| copied.2.clone())
-        };
-        let mut ends = Vec::new();
-        for peer in 0..self.posts.len() {
-            if moves.to(peer).next().is_some() {
-                ends.push(end(rank, peer)?);
-            }
-            if peer != rank && moves.from(peer).next().is_some() {
-                ends.push(end(peer, rank)?);
-            }
-        }
-        Some(ends)
+        let moves = &self.ranks[rank].post.as_ref()?.moves;
+        let others = (0..self.ranks.len()).filter(|peer| *peer != rank);
+        let gives = others
+            .clone()
+            .filter(|peer| moves.to(*peer).next().is_some());
+        let takes = others.filter(|peer| moves.from(*peer).next().is_some());
+        gives
+            .map(|peer| (rank, peer))
+            .chain(takes.map(|peer| (peer, rank)))
+            .map(|pair| {
+                let mut copies = self.copies.iter();
+                let copies = copies.find(|copies| (copies.source, copies.destination) == pair);
+                copies?.end.clone()
+            })
+            .collect()
     }
 }
 
@@ -161,45 +218,52 @@ impl Peers {
         (self.exchanges.lock()).unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Posts a rank's half of operation `number`. Its streams, for copies from others and of its own rows, are of the thread's context.
+    /// Posts a rank's half of operation `number`. `stream` is for copies from others, of the thread's context.
     pub(super) fn post(
         &self,
         rank: usize,
         number: u64,
         moves: Moves,
-        [stream, own]: [&Arc<Stream>; 2],
+        stream: &Arc<Stream>,
     ) -> Result<(), NcclError> {
         let post = Post {
             moves,
             ready: stream.wait_for_submitted_work()?,
             stream: stream.clone(),
-            own: own.clone(),
             since: Instant::now(),
-            taken: false,
         };
         let mut exchanges = self.exchanges();
         let exchange = exchanges
             .entry(number)
             .or_insert_with(|| Exchange::new(self.size));
-        exchange.posts[rank] = Some(post);
-        let started = (0..self.size)
-            // Neighbours first, so that ranks do not all read from the same one.
-            .map(|n| (rank + n) % self.size)
-            .try_for_each(|peer| {
-                exchange.copy(peer, rank)?;
-                if peer == rank {
-                    return Ok(());
-                }
-                exchange.copy(rank, peer)
-            });
-        self.changed.notify_all();
+        exchange.ranks[rank].post = Some(Arc::new(post));
+        let pairs = exchange.begin(rank);
         drop(exchanges);
+        self.changed.notify_all();
+        let started = self.start(number, &pairs);
         // Copies to others were started in their devices' contexts.
         stream.enter().and(started)
     }
 
-    /// The ends of all copies of operation `number` that a rank's buffers take part in. Waits until the others have posted, or until
-    /// `failed`.
+    /// Starts copies of pairs that were begun, without holding up others.
+    fn start(&self, number: u64, pairs: &[Pair]) -> Result<(), NcclError> {
+        for pair in pairs {
+            let Some(end) = pair.start()? else {
+                continue;
+            };
+            let mut exchanges = self.exchanges();
+            let exchange = exchanges.get_mut(&number);
+            let copies = exchange.and_then(|it| it.copies_between(pair.source, pair.destination));
+            if let Some(copies) = copies {
+                copies.end = Some(Arc::new(end));
+            }
+            drop(exchanges);
+            self.changed.notify_all();
+        }
+        Ok(())
+    }
+
+    /// The ends of all copies of operation `number` between a rank and others. Waits until they have posted, or until `failed`.
     pub(super) fn ends(
         &self,
         rank: usize,
@@ -208,9 +272,15 @@ impl Peers {
     ) -> Result<Vec<Arc<Event>>, NcclError> {
         let mut exchanges = self.exchanges();
         loop {
-            let Some(exchange) = exchanges.get_mut(&number) else {
-                return Err(NcclError::Aborted);
-            };
+            let exchange = exchanges.get_mut(&number).ok_or(NcclError::Aborted)?;
+            exchange.ranks[rank].waits = true;
+            let pairs = exchange.begin(rank);
+            if !pairs.is_empty() {
+                drop(exchanges);
+                self.start(number, &pairs)?;
+                exchanges = self.exchanges();
+                continue;
+            }
             let ends = exchange.ends(rank);
             if ends.is_none() && !failed() {
                 exchanges = (self.changed.wait_timeout(exchanges, LOOK))
@@ -218,18 +288,20 @@ impl Peers {
                     .0;
                 continue;
             }
-            match &ends {
-                Some(_) => exchange.posts[rank]
-                    .iter_mut()
-                    .for_each(|post| post.taken = true),
-                // Its buffers are about to go.
-                None => exchange.posts[rank] = None,
-            }
-            if exchange.posts.iter().flatten().all(|post| post.taken) {
-                exchanges.remove(&number);
-            }
-            return ends.ok_or(NcclError::Aborted);
+            let ends = ends.ok_or(NcclError::Aborted)?;
+            exchange.ranks[rank].told = true;
+            exchanges.retain(|_, exchange| !exchange.is_over());
+            return Ok(ends);
         }
+    }
+
+    /// Nobody starts copies of a rank's buffers any more, which are about to go.
+    pub(super) fn withdraw(&self, rank: usize, number: u64) {
+        let mut exchanges = self.exchanges();
+        if let Some(exchange) = exchanges.get_mut(&number) {
+            exchange.ranks[rank].post = None;
+        }
+        exchanges.retain(|_, exchange| !exchange.is_over());
     }
 
     /// The oldest operation that a rank has posted, has not been handed the ends of, and that is not over.
@@ -237,8 +309,8 @@ impl Peers {
         let exchanges = self.exchanges();
         let mut oldest: Option<(u64, Instant)> = None;
         for (number, exchange) in exchanges.iter() {
-            let post = exchange.posts[rank].as_ref();
-            let Some(post) = post.filter(|post| !post.taken) else {
+            let Rank { post, told, .. } = &exchange.ranks[rank];
+            let Some(post) = post.as_ref().filter(|_| !told) else {
                 continue;
             };
             // An event whose device has failed does not happen any more; that is its rank's to report.
