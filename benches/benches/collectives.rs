@@ -67,8 +67,8 @@ fn operations(
     let others = size as f64 - 1.0;
     let gather = Collective::AllGather { dim: 0, sizes };
     vec![
+        ("all_gather", gather.clone(), num_rows, others),
         ("reduce_scatter", gather.adjoint(), num_rows * size, others),
-        ("all_gather", gather, num_rows, others),
         (
             "all_to_all",
             Collective::Exchange { dim: 0, plan },

@@ -13,7 +13,7 @@ const MOST_RUNS: usize = 8;
 
 /// Rows that go from one rank to another are copied from so many bytes on: NCCL moves fewer of them sooner, with one call. Tests copy them
 /// all; they are small, and those of processes go through NCCL.
-const SMALLEST_COPY: usize = if cfg!(test) { 0 } else { 8 << 20 };
+const SMALLEST_COPY: usize = if cfg!(test) { 1 } else { 16 << 20 };
 
 impl Collective {
     /// The most elements that one rank takes from another at once, of a payload of this shape. The same answer on every rank.

@@ -429,7 +429,8 @@ impl Shared {
         }
         drop(self.stream.wait_for_submitted_work()?);
         for (give, take) in pairs {
-            (self.stream).copy_within(take.address, give.address, take.num_bytes)?;
+            let from = (&*self.stream, give.address);
+            self.stream.copy_from(take.address, from, take.num_bytes)?;
         }
         self.stream.record().map(Some)
     }
@@ -527,6 +528,14 @@ impl Shared {
         if !gone && !self.aborted.swap(true, Ordering::AcqRel) {
             // SAFETY: once, and not after it was destroyed, which takes it out of the lock. There is nothing to do about an error.
             unsafe { sys::ncclCommAbort(self.handle.0) };
+        }
+    }
+
+    /// Waits, a while, until the device's thread has run all tasks that use the communicator.
+    pub(super) fn wait_for_announced(&self) {
+        let start = Instant::now();
+        while self.num_announced.load(Ordering::Acquire) > 0 && start.elapsed() < self.deadline {
+            std::thread::sleep(Duration::from_millis(1));
         }
     }
 

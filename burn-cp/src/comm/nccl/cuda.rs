@@ -81,7 +81,8 @@ impl Stream {
         })
     }
 
-    /// Copies to an address of this device from one of `source`'s, as the stream's next operation.
+    /// Copies to an address of this device from one of `source`'s, which may be this one, as the stream's next operation: as a copy between
+    /// devices within one, too, which beside copies from others was faster than the call for one device.
     pub(super) fn copy_from(
         &self,
         to: u64,
@@ -99,19 +100,6 @@ impl Stream {
                 self.stream,
             )
             .result()
-        })
-    }
-
-    /// Copies from address to address of this device, as the stream's next operation.
-    pub(super) fn copy_within(
-        &self,
-        to: u64,
-        from: u64,
-        num_bytes: usize,
-    ) -> Result<(), NcclError> {
-        // SAFETY: as for `copy_from`.
-        driver("copying", unsafe {
-            result::memcpy_dtod_async(to, from, num_bytes, self.stream)
         })
     }
 

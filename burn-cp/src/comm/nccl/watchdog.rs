@@ -30,15 +30,21 @@ impl Watchdog {
         let watch = move || {
             let shared = of_thread;
             let _helper = shared.observer.as_ref().map(Observer::helper);
-            while stopped.recv_timeout(look) == Err(RecvTimeoutError::Timeout) {
+            loop {
+                if stopped.recv_timeout(look) != Err(RecvTimeoutError::Timeout) {
+                    // Its rank does not wait for that: it may have a failure to report, which others wait for.
+                    shared.close();
+                    break;
+                }
                 if let Some(reason) = fault(&shared) {
                     report(&shared, &reason);
                     // Kernels that wait for a peer end, and with them the waits of this rank's thread.
-                    return shared.abort();
+                    shared.abort();
+                    break;
                 }
             }
-            // Its rank does not wait for that: it may have a failure to report, which others wait for.
-            shared.close();
+            // The process must not end under the device's thread.
+            shared.wait_for_announced();
         };
         let thread = thread::Builder::new().name("nccl-watchdog".into());
         let stop = match thread.spawn(watch) {
