@@ -5,15 +5,15 @@ use burn::tensor::TensorMetadata;
 use super::{Plain, Run, contiguous, empty, tensor_of, with_tensor};
 use crate::{
     collectives::{Collective, Combine, Decomposition, Later, Payload},
-    comm::{CommError, Communicator, Move, Moves},
+    comm::{CommError, Move, Moves},
 };
 
 /// So many runs at most go from rank to rank as messages of their own; more are put together first.
 const MOST_RUNS: usize = 8;
 
-/// Rows that go from one rank to another are copied from so many bytes on: NCCL moves fewer of them sooner, with one call. Tests copy them
-/// all; they are small, and those of processes go through NCCL.
-const SMALLEST_COPY: usize = if cfg!(test) { 1 } else { 16 << 20 };
+/// Bytes from one rank to another from which on an operation is large. NCCL moves fewer sooner, with one call. In tests all are: theirs are
+/// small, and NCCL moves the rows of processes.
+const SMALLEST_LARGE: usize = if cfg!(test) { 1 } else { 16 << 20 };
 
 impl Collective {
     /// The most elements that one rank takes from another at once, of a payload of this shape. The same answer on every rank.
@@ -43,14 +43,10 @@ impl Collective {
     }
 }
 
-/// Whether an operation's rows are copied by who takes them; else NCCL moves them. The same answer on every rank.
-pub(super) fn copies(
-    communicator: &Communicator,
-    op: &Collective,
-    payload: &Payload<Plain>,
-) -> bool {
-    let num_bytes = op.largest_message(&payload.shape()) * payload.dtype().size();
-    communicator.is_direct() && num_bytes >= SMALLEST_COPY
+/// Whether an operation moves so much from rank to rank that copies are faster than NCCL, and that it is worth to let it begin before later
+/// kernels do. The same answer on every rank.
+pub(super) fn is_large(op: &Collective, payload: &Payload<Plain>) -> bool {
+    op.largest_message(&payload.shape()) * payload.dtype().size() >= SMALLEST_LARGE
 }
 
 impl Run<'_> {

@@ -44,7 +44,7 @@ impl CollectiveRuntime for CudaRuntime {
             group,
             observer: Some(observer),
             communicator,
-            copies: in_place::copies(communicator, op, &payload),
+            large: in_place::is_large(op, &payload),
             number: call.number,
             what: call.label,
         };
@@ -180,8 +180,8 @@ struct Run<'a> {
     /// `None` in a group of one.
     observer: Option<Observer>,
     communicator: &'a Communicator,
-    /// Whether rows are copied from GPU to GPU.
-    copies: bool,
+    /// Whether much is moved.
+    large: bool,
     number: u64,
     what: &'a str,
 }
@@ -199,6 +199,11 @@ impl Run<'_> {
                 "expected a tensor on GPU {expected}, which the group was joined with, got GPU {ordinal}"
             ),
         })
+    }
+
+    /// Whether rows are copied from GPU to GPU.
+    fn copies(&self) -> bool {
+        self.large && self.communicator.is_direct()
     }
 
     /// What has gone wrong since, where no rank waited for it.
@@ -225,7 +230,7 @@ impl Run<'_> {
         let dtype = payload.dtype();
         match op {
             Collective::AllGather { dim: 0, sizes }
-                if even(sizes) && shape.num_elements() > 0 && !self.copies =>
+                if even(sizes) && shape.num_elements() > 0 && !self.copies() =>
             {
                 let mut all = shape.clone();
                 all[0] = sizes.iter().sum();

@@ -19,9 +19,9 @@ impl Run<'_> {
         tensors: Vec<Tensor>,
         enqueue: impl FnOnce(&Queue<'_>, &[u64]) -> Result<(), NcclError> + Send + 'static,
     ) -> OnItsWay {
-        let number = self.number;
+        let (number, large) = (self.number, self.large);
         self.submit(tensors, move |announced, addresses| {
-            announced.start(number, |queue| enqueue(queue, addresses))
+            announced.start(number, large, |queue| enqueue(queue, addresses))
         })
     }
 
@@ -31,9 +31,9 @@ impl Run<'_> {
         tensors: Vec<Tensor>,
         moves: impl FnOnce(&[u64]) -> Moves + Send + 'static,
     ) -> OnItsWay {
-        let (number, copies) = (self.number, self.copies);
+        let (number, large) = (self.number, self.large);
         self.submit(tensors, move |announced, addresses| {
-            announced.exchange(number, moves(addresses), copies)
+            announced.exchange(number, moves(addresses), large)
         })
     }
 

@@ -58,7 +58,7 @@ fn run<'a>(group: &'a ProcessGroup, communicator: &'a Communicator) -> Run<'a> {
         group,
         observer: None,
         communicator,
-        copies: communicator.is_direct(),
+        large: true,
         number: 0,
         what: "test",
     }
@@ -233,9 +233,7 @@ fn is_started_and_completed_apart(communicator: &Communicator) {
         gives: vec![at(source)],
         takes: vec![at(target)],
     };
-    let ticket = (communicator.announce())
-        .exchange(0, moves, communicator.is_direct())
-        .unwrap();
+    let ticket = (communicator.announce()).exchange(0, moves, true).unwrap();
     let other = Float::ones([64, 64], &device)
         .matmul(Float::ones([64, 64], &device))
         .sum();

@@ -182,17 +182,18 @@ impl Announced {
         }
     }
 
-    /// Starts operation `number`: what `enqueue` adds runs after all work that was submitted to the device before. The host does
-    /// not wait for it.
+    /// Starts operation `number`: what `enqueue` adds runs after all work that was submitted to the device before. Kernels that are submitted
+    /// later wait until a `large` one can begin. The host does not wait for it.
     pub(crate) fn start(
         &self,
         number: u64,
+        large: bool,
         enqueue: impl FnOnce(&Queue<'_>) -> Result<(), NcclError>,
     ) -> Result<Ticket, NcclError> {
         let shared = &self.shared;
         shared.stream.enter()?;
         shared.make_room()?;
-        let alone = shared.num_open.load(Ordering::Acquire) == 0;
+        let alone = large && shared.num_open.load(Ordering::Acquire) == 0;
         let end = {
             let _starting = Starting::new(shared, number);
             let raw = shared.lock()?;
@@ -213,18 +214,18 @@ impl Announced {
         Ok(Ticket::new(shared, Started::Nccl(end)))
     }
 
-    /// Starts operation `number`, which moves runs of bytes between ranks: with `copies`, which every rank must give alike, from buffer to
+    /// Starts operation `number`, which moves runs of bytes between ranks: if it is `large`, which every rank must say alike, from buffer to
     /// buffer where the ranks' GPUs [reach each other's memory](Communicator::is_direct), else by NCCL. It starts after all work that was
     /// submitted to the device before, on every rank. The host does not wait for it.
     pub(crate) fn exchange(
         &self,
         number: u64,
         moves: Moves,
-        copies: bool,
+        large: bool,
     ) -> Result<Ticket, NcclError> {
         let shared = &self.shared;
-        let Some(direct) = shared.direct.as_ref().filter(|_| copies) else {
-            return self.start(number, |queue| queue.exchange(&moves));
+        let Some(direct) = shared.direct.as_ref().filter(|_| large) else {
+            return self.start(number, large, |queue| queue.exchange(&moves));
         };
         direct.stream.enter()?;
         shared.make_room()?;
@@ -399,10 +400,11 @@ impl Shared {
     fn make_room(&self) -> Result<(), NcclError> {
         let start = Instant::now();
         loop {
-            self.drop_ended()?;
+            // The watchdog forgets those that have ended; asking about each here would take as long as starting it.
             if self.in_flight().len() < MOST_IN_FLIGHT {
                 return Ok(());
             }
+            self.drop_ended()?;
             let waited = start.elapsed();
             if self.has_failed() || waited > self.deadline {
                 let what = "the operations before it";
