@@ -114,9 +114,12 @@ struct Args {
     /// Multiprocessors that the forward pass leaves free while keys and values travel.
     #[arg(long, default_value_t = 0)]
     sm_margin: usize,
-    /// Steps that are timed together, one behind the other as in training; two before them make kernels and connections.
+    /// Steps that are timed together, one behind the other as in training.
     #[arg(long, default_value_t = 8)]
     iterations: usize,
+    /// Steps before them, which make kernels and connections.
+    #[arg(long, default_value_t = 2)]
+    warmup: usize,
     /// Given by `cargo bench`.
     #[arg(long, hide = true)]
     bench: bool,
@@ -235,7 +238,7 @@ where
             B::sync(&device)?;
             Ok(start.elapsed().as_secs_f64() / iterations as f64)
         };
-        run(2)?;
+        run(args.warmup)?;
         let seconds = run(args.iterations.max(1))?;
         step.group().barrier()?;
         drop((q, k, v, step));

@@ -60,7 +60,7 @@ pub(crate) use hub::{Hub, odd_one_out};
 pub(crate) use mpi::{MPI_AVAILABLE, MpiWire};
 #[cfg(feature = "cuda")]
 pub(crate) use nccl::{
-    Announced, Communicator, Element, Move, Moves, NcclError, Place, Queue, Ticket, UniqueId,
+    Announced, Communicator, Element, Flush, Move, Moves, NcclError, Place, Queue, Ticket, UniqueId,
 };
 #[cfg(feature = "cuda")]
 pub(crate) use observer::Observer;

@@ -146,6 +146,7 @@ fn join(
         &id,
         &place,
         direct,
+        on_its_way::flush(ordinal),
         Some(observer.clone()),
         observer.deadline(),
     );
@@ -161,8 +162,10 @@ fn reach_each_other(group: &ProcessGroup, ordinal: usize) -> Result<bool, CommEr
     let others: Vec<usize> = (ordinals.into_iter())
         .filter(|other| *other != ordinal)
         .collect();
-    let opened = Communicator::open(ordinal, &others);
-    let opened = group.consensus("opening the GPUs' memory", opened)?;
+    let opened = Communicator::open(ordinal, &others).unwrap_or_else(|error| {
+        tracing::info!(gpu = ordinal, %error, "its memory is not opened to other GPUs");
+        false
+    });
     let all = group.host_all_gather("GPUs' memory", opened)?;
     let direct = all.iter().all(|opened| *opened);
     if !direct && group.rank() == 0 {

@@ -3,14 +3,23 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use cubecl::{
-    Runtime, cuda::CudaRuntime, device::Device, device_handle::DeviceHandle, server::ComputeServer,
+    Runtime,
+    cuda::{CudaDevice, CudaRuntime},
+    device::Device,
+    device_handle::DeviceHandle,
+    server::ComputeServer,
     stream_id::StreamId,
 };
 
 use super::{Run, Tensor};
-use crate::comm::{Announced, Moves, NcclError, Queue, Ticket};
+use crate::comm::{Announced, Flush, Moves, NcclError, Queue, Ticket};
 
 type Server = <CudaRuntime as Runtime>::Server;
+
+/// Makes a GPU's thread run what it was given so far, from any other thread.
+pub(super) fn flush(ordinal: usize) -> Flush {
+    Box::new(move || DeviceHandle::<Server>::new(CudaDevice::new(ordinal).to_id()).flush_queue())
+}
 
 impl Run<'_> {
     /// Starts an operation of NCCL on tensors, whose addresses it is given.

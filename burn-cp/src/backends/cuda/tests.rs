@@ -50,7 +50,8 @@ fn alone(direct: bool) -> Communicator {
         size: 1,
         ordinal: 0,
     };
-    Communicator::new(&id, &place, direct, None, Duration::from_secs(30)).unwrap()
+    let flush = on_its_way::flush(0);
+    Communicator::new(&id, &place, direct, flush, None, Duration::from_secs(30)).unwrap()
 }
 
 fn run<'a>(group: &'a ProcessGroup, communicator: &'a Communicator) -> Run<'a> {

@@ -16,7 +16,7 @@ use super::{
     cuda::{Event, Stream},
     error::{NcclError, check_libraries},
     join::{UniqueId, connected},
-    peers::{Moves, Peers},
+    peers::{Moves, Peers, Streams},
     queue::{Queue, accepted},
     watchdog::Watchdog,
 };
@@ -27,6 +27,12 @@ const MOST_IN_FLIGHT: usize = 256;
 
 /// How long an abort waits for a call of the library to return.
 const PATIENCE: Duration = Duration::from_millis(200);
+
+/// How long a rank waits for another to report what its device did.
+const PEERS_TURN: Duration = Duration::from_secs(1);
+
+/// Makes the device's thread run what it was given so far.
+pub(crate) type Flush = Box<dyn Fn() + Send + Sync>;
 
 /// A communicator that the library holds. Freed by an abort.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -54,12 +60,13 @@ pub(super) struct Shared {
     pub(super) stream: Arc<Stream>,
     /// Where the ranks' GPUs reach each other's memory.
     direct: Option<Direct>,
+    flush: Flush,
     pub(super) in_flight: Mutex<VecDeque<InFlight>>,
     /// The operation that is being started.
     pub(super) starting: Mutex<Option<(u64, Instant)>>,
     /// Tasks for the device's thread that use the communicator and have not run yet.
     num_announced: AtomicUsize,
-    /// Operations of NCCL that were started and that later work has not been ordered behind.
+    /// Operations that were started and that later work has not been ordered behind.
     num_open: AtomicUsize,
     /// What went wrong first where no rank waits for it.
     error: Mutex<Option<NcclError>>,
@@ -71,8 +78,8 @@ pub(super) struct Shared {
 struct Direct {
     peers: Arc<Peers>,
     rank: usize,
-    /// For copies from others to this rank's device.
-    stream: Arc<Stream>,
+    /// For copies to this rank's device.
+    streams: Streams,
 }
 
 /// A rank's place among those that join.
@@ -112,6 +119,7 @@ impl fmt::Debug for Communicator {
 #[must_use = "work that uses the result has to be ordered behind the operation"]
 pub(crate) struct Ticket {
     shared: Arc<Shared>,
+    number: u64,
     started: Started,
 }
 
@@ -120,7 +128,7 @@ enum Started {
     /// On NCCL's stream; where it ends.
     Nccl(Arc<Event>),
     /// As copies, some of which may wait for others to post, and where those of the rank's own rows end.
-    Exchange { number: u64, own: Option<Event> },
+    Exchange { own: Option<Event> },
 }
 
 impl fmt::Debug for Shared {
@@ -130,12 +138,11 @@ impl fmt::Debug for Shared {
 }
 
 impl Ticket {
-    fn new(shared: &Arc<Shared>, started: Started) -> Self {
-        if let Started::Nccl(_) = started {
-            shared.num_open.fetch_add(1, Ordering::AcqRel);
-        }
+    fn new(shared: &Arc<Shared>, number: u64, started: Started) -> Self {
+        shared.num_open.fetch_add(1, Ordering::AcqRel);
         Self {
             shared: shared.clone(),
+            number,
             started,
         }
     }
@@ -144,18 +151,10 @@ impl Ticket {
     /// afterwards. The host does not wait for the device; where copies go between ranks, it waits until those have started theirs.
     pub(crate) fn order_before_later_work(self) -> Result<(), NcclError> {
         let shared = &self.shared;
+        shared.start_older_exchanges(self.number)?;
         match &self.started {
-            Started::Nccl(end) => {
-                shared.stream.enter()?;
-                shared.stream.hold_later_work(end)
-            }
-            Started::Exchange { number, own } => {
-                if let Some(own) = own {
-                    shared.stream.enter()?;
-                    shared.stream.hold_later_work(own)?;
-                }
-                shared.hold_behind_exchange(*number)
-            }
+            Started::Nccl(end) => shared.stream.hold_later_work(end),
+            Started::Exchange { own } => shared.hold_behind_exchange(self.number, own.as_ref()),
         }
     }
 }
@@ -168,9 +167,7 @@ pub(crate) struct Announced {
 
 impl Drop for Ticket {
     fn drop(&mut self) {
-        if let Started::Nccl(_) = self.started {
-            self.shared.num_open.fetch_sub(1, Ordering::AcqRel);
-        }
+        self.shared.num_open.fetch_sub(1, Ordering::AcqRel);
     }
 }
 
@@ -197,7 +194,7 @@ impl Announced {
         let end = {
             let _starting = Starting::new(shared, number);
             let raw = shared.lock()?;
-            drop(shared.stream.wait_for_submitted_work()?);
+            shared.stream.wait(&shared.stream.submitted_work()?)?;
             if alone {
                 // Kernels may hold all multiprocessors until they end: later ones are to begin behind this point, where the operation
                 // already is. Behind another that nothing waits for yet it is not, and they would wait for that one.
@@ -210,8 +207,8 @@ impl Announced {
             })?;
             Arc::new(shared.stream.record()?)
         };
-        shared.watch(number, &end);
-        Ok(Ticket::new(shared, Started::Nccl(end)))
+        shared.watch(number, Instant::now(), &end);
+        Ok(Ticket::new(shared, number, Started::Nccl(end)))
     }
 
     /// Starts operation `number`, which moves runs of bytes between ranks: if it is `large`, which every rank must say alike, from buffer to
@@ -227,18 +224,20 @@ impl Announced {
         let Some(direct) = shared.direct.as_ref().filter(|_| large) else {
             return self.start(number, large, |queue| queue.exchange(&moves));
         };
-        direct.stream.enter()?;
+        shared.stream.enter()?;
         shared.make_room()?;
         if shared.has_failed() {
             return Err(NcclError::Aborted);
         }
-        let own = shared.copy_own(direct.rank, &moves)?;
-        let posted = (direct.peers).post(direct.rank, number, moves, &direct.stream);
-        posted.map_err(|error| {
-            direct.peers.withdraw(direct.rank, number);
-            shared.unless_a_peers(error)
-        })?;
-        Ok(Ticket::new(shared, Started::Exchange { number, own }))
+        let ready = shared.stream.submitted_work()?;
+        let own = shared.copy_own(direct.rank, &moves, &ready)?;
+        let place = (direct.rank, number);
+        let posted = direct.peers.post(place, moves, ready, &direct.streams);
+        if let Err(error) = posted {
+            shared.leave_exchange(number, own.as_ref());
+            return Err(shared.unless_a_peers(error));
+        }
+        Ok(Ticket::new(shared, number, Started::Exchange { own }))
     }
 
     /// Another one.
@@ -284,12 +283,14 @@ impl Drop for Starting<'_> {
 
 impl Communicator {
     /// Joins ranks that use the same id, and connects them for all that a [`Queue`] can do, so that later calls wait for nobody. With
-    /// `direct` they are threads of this process whose GPUs reach each other's memory. Every rank must call it. Waits for the others
+    /// `direct` they are threads of this process whose GPUs reach each other's memory. `flush` is for the device's thread, which may let
+    /// tasks wait for more. Every rank must call it. Waits for the others
     /// until the deadline, or until the world has failed.
     pub(crate) fn new(
         id: &UniqueId,
         place: &Place,
         direct: bool,
+        flush: Flush,
         observer: Option<Observer>,
         deadline: Duration,
     ) -> Result<Self, NcclError> {
@@ -300,20 +301,23 @@ impl Communicator {
             ordinal,
         } = *place;
         let stream = Arc::new(Stream::new(ordinal)?);
-        let handle = connected(id, [rank, size], &stream, observer.as_ref(), deadline)?;
         let direct = direct.then(|| {
+            let streams = (0..size).map(|_| Stream::new(ordinal));
             Ok(Direct {
                 peers: Peers::of(id.bytes(), size),
                 rank,
-                stream: Arc::new(Stream::new(ordinal)?),
+                streams: streams.collect::<Result<_, NcclError>>()?,
             })
         });
+        let direct = direct.transpose()?;
+        let handle = connected(id, [rank, size], &stream, observer.as_ref(), deadline)?;
         let shared = Arc::new(Shared {
             raw: Mutex::new(Some(handle)),
             handle,
             aborted: AtomicBool::new(false),
             stream,
-            direct: direct.transpose()?,
+            direct,
+            flush,
             in_flight: Mutex::default(),
             starting: Mutex::default(),
             num_announced: AtomicUsize::new(0),
@@ -415,21 +419,26 @@ impl Shared {
     }
 
     /// Looks after an operation until it has ended.
-    fn watch(&self, number: u64, end: &Arc<Event>) {
+    fn watch(&self, number: u64, started: Instant, end: &Arc<Event>) {
         self.in_flight().push_back(InFlight {
             number,
-            started: Instant::now(),
+            started,
             end: end.clone(),
         });
     }
 
     /// Copies rows that stay with the rank, beside those of others; where that ends.
-    fn copy_own(&self, rank: usize, moves: &Moves) -> Result<Option<Event>, NcclError> {
+    fn copy_own(
+        &self,
+        rank: usize,
+        moves: &Moves,
+        ready: &Event,
+    ) -> Result<Option<Event>, NcclError> {
         let mut pairs = moves.to(rank).zip(moves.from(rank)).peekable();
         if pairs.peek().is_none() {
             return Ok(None);
         }
-        drop(self.stream.wait_for_submitted_work()?);
+        self.stream.wait(ready)?;
         for (give, take) in pairs {
             let from = (&*self.stream, give.address);
             self.stream.copy_from(take.address, from, take.num_bytes)?;
@@ -437,29 +446,61 @@ impl Shared {
         self.stream.record().map(Some)
     }
 
-    fn hold_behind_exchange(&self, number: u64) -> Result<(), NcclError> {
+    /// Waits until all copies of exchanges up to `number` have started.
+    fn start_older_exchanges(&self, number: u64) -> Result<(), NcclError> {
+        if let Some(direct) = &self.direct {
+            let start = Instant::now();
+            // Without a watchdog nobody else looks for the deadline.
+            let failed = || self.has_failed() || start.elapsed() > 2 * self.deadline;
+            let started = (direct.peers).wait_until_started(direct.rank, number, failed);
+            if let Err(error) = started {
+                self.leave_exchange(number, None);
+                return Err(self.unless_a_peers(error));
+            }
+        }
+        self.stream.enter()
+    }
+
+    fn hold_behind_exchange(&self, number: u64, own: Option<&Event>) -> Result<(), NcclError> {
         let direct = self.direct.as_ref().ok_or(NcclError::Aborted)?;
-        let held =
-            (direct.peers.ends(direct.rank, number, || self.has_failed())).and_then(|ends| {
-                direct.stream.enter()?;
+        let held = direct
+            .peers
+            .ends(direct.rank, number)
+            .and_then(|(since, ends)| {
+                own.map_or(Ok(()), |own| self.stream.hold_later_work(own))?;
                 ends.iter().try_for_each(|end| {
-                    direct.stream.hold_later_work(end)?;
-                    self.watch(number, end);
+                    self.stream.hold_later_work(end)?;
+                    self.watch(number, since, end);
                     Ok(())
                 })
             });
         held.map_err(|error| {
-            direct.peers.withdraw(direct.rank, number);
+            self.leave_exchange(number, own);
             self.unless_a_peers(error)
         })
     }
 
+    /// Takes a rank's buffers, which are about to go, out of an exchange that has failed: later work waits for copies that have started.
+    fn leave_exchange(&self, number: u64, own: Option<&Event>) {
+        let Some(direct) = &self.direct else {
+            return;
+        };
+        let ends = direct.peers.withdraw(direct.rank, number);
+        if self.stream.enter().is_ok() {
+            for end in ends.iter().map(Arc::as_ref).chain(own) {
+                // Of a device that has failed, perhaps, which the failure says already.
+                let _ = self.stream.hold_later_work(end);
+            }
+        }
+    }
+
     /// An error of a call that names events and buffers of several devices. What another rank's device makes fail is for that rank to
-    /// report, which is waited for.
+    /// report, which is waited for a while.
     fn unless_a_peers(&self, error: NcclError) -> NcclError {
         let start = Instant::now();
-        while self.stream.check().is_ok() && start.elapsed() < self.deadline {
+        while self.stream.check().is_ok() && start.elapsed() < PEERS_TURN {
             if self.has_failed() {
+                tracing::debug!(%error, "in an exchange that has failed");
                 return NcclError::Aborted;
             }
             std::thread::sleep(Duration::from_millis(1));
@@ -536,21 +577,39 @@ impl Shared {
     /// Waits, a while, until the device's thread has run all tasks that use the communicator.
     pub(super) fn wait_for_announced(&self) {
         let start = Instant::now();
-        while self.num_announced.load(Ordering::Acquire) > 0 && start.elapsed() < self.deadline {
+        while self.has_announced() && start.elapsed() < self.deadline {
             std::thread::sleep(Duration::from_millis(1));
         }
+    }
+
+    /// Whether tasks of the device's thread use the communicator that have not run yet, which it is told to do.
+    fn has_announced(&self) -> bool {
+        let announced = self.num_announced.load(Ordering::Acquire) > 0;
+        if announced {
+            (self.flush)();
+        }
+        announced
     }
 
     /// Ends the communicator, which nobody starts operations of any more: when all that it was given has ended, or at once where that will never be.
     pub(super) fn close(&self) {
         let start = Instant::now();
         let idle = loop {
-            if self.has_failed() || start.elapsed() > self.deadline {
+            if self.has_failed() {
                 break false;
             }
-            let announced = self.num_announced.load(Ordering::Acquire);
+            if start.elapsed() > self.deadline {
+                // Others have not come to an operation whose result this rank has let go.
+                if let (Some(observer), Ok(Some((number, since)))) = (&self.observer, self.oldest())
+                {
+                    let error = observer.diagnose(number, since.elapsed());
+                    tracing::error!(%error, "aborting NCCL");
+                }
+                break false;
+            }
+            let announced = self.has_announced();
             match self.drop_ended() {
-                Ok(None) if announced == 0 => break true,
+                Ok(None) if !announced => break true,
                 Ok(_) => std::thread::sleep(Duration::from_millis(1)),
                 Err(_) => break false,
             }

@@ -60,15 +60,13 @@ impl Stream {
         })
     }
 
-    /// The stream's next operation waits, on the device, for all work that was submitted to the context's streams so far: for the event
-    /// that is returned.
-    pub(super) fn wait_for_submitted_work(&self) -> Result<Event, NcclError> {
+    /// An event that happens when all work that was submitted to the context's streams so far has ended. The context is the thread's.
+    pub(super) fn submitted_work(&self) -> Result<Event, NcclError> {
         let event = Event::new()?;
         // SAFETY: context and event are alive.
         driver("recording the context's work", unsafe {
             sys::cuCtxRecordEvent(self.context, event.0).result()
         })?;
-        self.wait(&event)?;
         Ok(event)
     }
 

@@ -28,7 +28,7 @@ mod peers;
 mod queue;
 mod watchdog;
 
-pub(crate) use communicator::{Announced, Communicator, Place, Ticket};
+pub(crate) use communicator::{Announced, Communicator, Flush, Place, Ticket};
 pub(crate) use error::NcclError;
 pub(crate) use join::UniqueId;
 pub(crate) use peers::{Move, Moves};

@@ -2,9 +2,10 @@
 //! copy engines, which take no multiprocessors from the kernels that run meanwhile.
 //!
 //! A rank posts where its rows are and where those of others belong, with an event behind all work that was submitted to its device so
-//! far. Copies run on a stream of the receiver's device, behind the events of both ends. Whoever posts second starts them, those to the
-//! other too, unless the other waits already, and so can start them itself. A rank waits for others to post only where work of its own has
-//! to be ordered behind the copies.
+//! far. Copies run on streams of the receiver's device, one for each source, behind the events of both ends. Whoever posts second starts them,
+//! those to the other too, unless the other waits already, and so can start them itself. A rank waits for others to post only where work of
+//! its own has to be ordered behind an operation: behind these copies, or behind a later operation of NCCL, which copies that started
+//! afterwards would have to wait for.
 
 use std::{
     collections::HashMap,
@@ -47,13 +48,16 @@ impl Moves {
     }
 }
 
+/// A rank's streams for copies from each rank: one that waits for a rank's kernels holds up no copies from others.
+pub(super) type Streams = Arc<[Stream]>;
+
 /// A rank's half of an exchange.
 struct Post {
     moves: Moves,
     /// Its rows are written, and its buffers are free to be written.
     ready: Event,
-    /// Where copies from others run.
-    stream: Arc<Stream>,
+    /// Where copies from each rank run.
+    streams: Streams,
     since: Instant,
 }
 
@@ -75,11 +79,12 @@ impl Pair {
         if sizes(&gives) != sizes(&takes) {
             return Ok(None);
         }
-        let stream = &self.to.stream;
+        let stream = &self.to.streams[self.source];
         stream.enter()?;
+        stream.wait(&self.to.ready)?;
         stream.wait(&self.from.ready)?;
         for (give, take) in gives.iter().zip(takes) {
-            let from = (&*self.from.stream, give.address);
+            let from = (&self.from.streams[self.source], give.address);
             stream.copy_from(take.address, from, take.num_bytes)?;
         }
         stream.record().map(Some)
@@ -96,12 +101,18 @@ struct Rank {
     told: bool,
 }
 
-/// The copies of one direction of a pair.
+/// The copies of one direction of a pair, which somebody starts or has started.
 struct Copies {
     source: usize,
     destination: usize,
-    /// Known when they have started.
-    end: Option<Arc<Event>>,
+    started: Started,
+}
+
+enum Started {
+    NotYet,
+    /// And end there.
+    Yes(Arc<Event>),
+    Failed,
 }
 
 /// An exchange that is not over for all who have posted.
@@ -144,7 +155,7 @@ impl Exchange {
         self.copies.push(Copies {
             source,
             destination,
-            end: None,
+            started: Started::NotYet,
         });
         pairs.push(Pair {
             source,
@@ -179,7 +190,10 @@ impl Exchange {
             .map(|pair| {
                 let mut copies = self.copies.iter();
                 let copies = copies.find(|copies| (copies.source, copies.destination) == pair);
-                copies?.end.clone()
+                match &copies?.started {
+                    Started::Yes(end) => Some(end.clone()),
+                    _ => None,
+                }
             })
             .collect()
     }
@@ -218,18 +232,18 @@ impl Peers {
         (self.exchanges.lock()).unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Posts a rank's half of operation `number`. `stream` is for copies from others, of the thread's context.
+    /// Posts a rank's half of operation `number`, whose buffers are `ready`. The streams are of the thread's context.
     pub(super) fn post(
         &self,
-        rank: usize,
-        number: u64,
+        (rank, number): (usize, u64),
         moves: Moves,
-        stream: &Arc<Stream>,
+        ready: Event,
+        streams: &Streams,
     ) -> Result<(), NcclError> {
         let post = Post {
             moves,
-            ready: stream.wait_for_submitted_work()?,
-            stream: stream.clone(),
+            ready,
+            streams: streams.clone(),
             since: Instant::now(),
         };
         let mut exchanges = self.exchanges();
@@ -242,66 +256,105 @@ impl Peers {
         self.changed.notify_all();
         let started = self.start(number, &pairs);
         // Copies to others were started in their devices' contexts.
-        stream.enter().and(started)
+        streams[rank].enter().and(started)
     }
 
-    /// Starts copies of pairs that were begun, without holding up others.
+    /// Starts copies of pairs that were begun, without holding up others. The first error.
     fn start(&self, number: u64, pairs: &[Pair]) -> Result<(), NcclError> {
+        let mut result = Ok(());
         for pair in pairs {
-            let Some(end) = pair.start()? else {
-                continue;
+            let started = match pair.start() {
+                Ok(Some(end)) => Started::Yes(Arc::new(end)),
+                Ok(None) => Started::Failed,
+                Err(error) => {
+                    result = result.and(Err(error));
+                    Started::Failed
+                }
             };
             let mut exchanges = self.exchanges();
             let exchange = exchanges.get_mut(&number);
             let copies = exchange.and_then(|it| it.copies_between(pair.source, pair.destination));
             if let Some(copies) = copies {
-                copies.end = Some(Arc::new(end));
+                copies.started = started;
             }
             drop(exchanges);
             self.changed.notify_all();
         }
-        Ok(())
+        result
     }
 
-    /// The ends of all copies of operation `number` between a rank and others. Waits until they have posted, or until `failed`.
-    pub(super) fn ends(
+    /// Waits until all copies between a rank and others have started that belong to operations up to `number` and have not been waited for,
+    /// which takes their posts, or until `failed`. Work that waits for a later operation must not come before them on the device.
+    pub(super) fn wait_until_started(
         &self,
         rank: usize,
         number: u64,
         failed: impl Fn() -> bool,
-    ) -> Result<Vec<Arc<Event>>, NcclError> {
+    ) -> Result<(), NcclError> {
         let mut exchanges = self.exchanges();
         loop {
-            let exchange = exchanges.get_mut(&number).ok_or(NcclError::Aborted)?;
+            let open = |(of, exchange): &(&u64, &mut Exchange)| {
+                let Rank { post, told, .. } = &exchange.ranks[rank];
+                **of <= number && post.is_some() && !told && exchange.ends(rank).is_none()
+            };
+            let Some((&of, exchange)) = exchanges.iter_mut().find(open) else {
+                return Ok(());
+            };
             exchange.ranks[rank].waits = true;
             let pairs = exchange.begin(rank);
             if !pairs.is_empty() {
                 drop(exchanges);
-                self.start(number, &pairs)?;
+                self.start(of, &pairs)?;
                 exchanges = self.exchanges();
                 continue;
             }
-            let ends = exchange.ends(rank);
-            if ends.is_none() && !failed() {
-                exchanges = (self.changed.wait_timeout(exchanges, LOOK))
-                    .unwrap_or_else(PoisonError::into_inner)
-                    .0;
-                continue;
+            if failed() {
+                return Err(NcclError::Aborted);
             }
-            let ends = ends.ok_or(NcclError::Aborted)?;
-            exchange.ranks[rank].told = true;
-            exchanges.retain(|_, exchange| !exchange.is_over());
-            return Ok(ends);
+            exchanges = (self.changed.wait_timeout(exchanges, LOOK))
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
         }
     }
 
-    /// Nobody starts copies of a rank's buffers any more, which are about to go.
-    pub(super) fn withdraw(&self, rank: usize, number: u64) {
+    /// The ends of all copies of operation `number` between a rank and others, all of which have started, and when the rank posted it.
+    pub(super) fn ends(
+        &self,
+        rank: usize,
+        number: u64,
+    ) -> Result<(Instant, Vec<Arc<Event>>), NcclError> {
         let mut exchanges = self.exchanges();
-        if let Some(exchange) = exchanges.get_mut(&number) {
+        let exchange = exchanges.get_mut(&number).ok_or(NcclError::Aborted)?;
+        let ends = exchange.ends(rank).ok_or(NcclError::Aborted)?;
+        let post = exchange.ranks[rank].post.as_ref();
+        let since = post.map_or_else(Instant::now, |post| post.since);
+        exchange.ranks[rank].told = true;
+        exchanges.retain(|_, exchange| !exchange.is_over());
+        Ok((since, ends))
+    }
+
+    /// Nobody starts copies of a rank's buffers any more, which are about to go; the ends of those that have started.
+    pub(super) fn withdraw(&self, rank: usize, number: u64) -> Vec<Arc<Event>> {
+        let mut exchanges = self.exchanges();
+        let mut ends = Vec::new();
+        while let Some(exchange) = exchanges.get_mut(&number) {
             exchange.ranks[rank].post = None;
+            let of_rank = |copies: &&Copies| [copies.source, copies.destination].contains(&rank);
+            let copies: Vec<_> = exchange.copies.iter().filter(of_rank).collect();
+            if !(copies.iter()).any(|copies| matches!(copies.started, Started::NotYet)) {
+                ends.extend(copies.iter().filter_map(|copies| match &copies.started {
+                    Started::Yes(end) => Some(end.clone()),
+                    _ => None,
+                }));
+                break;
+            }
+            // Who begins copies starts them at once.
+            exchanges = (self.changed.wait_timeout(exchanges, LOOK))
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
         }
         exchanges.retain(|_, exchange| !exchange.is_over());
+        ends
     }
 
     /// The oldest operation that a rank has posted, has not been handed the ends of, and that is not over.

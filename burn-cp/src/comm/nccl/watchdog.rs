@@ -28,8 +28,9 @@ impl Watchdog {
         let look =
             (shared.deadline / 20).clamp(Duration::from_millis(1), Duration::from_millis(100));
         let watch = move || {
+            // Goes last: what the communicator holds of the device is let go before.
+            let _helper = of_thread.observer.as_ref().map(Observer::helper);
             let shared = of_thread;
-            let _helper = shared.observer.as_ref().map(Observer::helper);
             loop {
                 if stopped.recv_timeout(look) != Err(RecvTimeoutError::Timeout) {
                     // Its rank does not wait for that: it may have a failure to report, which others wait for.
