@@ -36,6 +36,8 @@ mod nccl;
 )]
 mod observer;
 mod order;
+#[cfg(any(test, feature = "cuda"))]
+mod peers;
 mod posted;
 mod records;
 mod signature;
@@ -60,11 +62,13 @@ pub(crate) use hub::{Hub, odd_one_out};
 pub(crate) use mpi::{MPI_AVAILABLE, MpiWire};
 #[cfg(feature = "cuda")]
 pub(crate) use nccl::{
-    Announced, Communicator, Element, Flush, Move, Moves, NcclError, Place, Queue, Ticket, UniqueId,
+    Announced, Communicator, Element, Flush, NcclError, Place, Queue, Ticket, UniqueId,
 };
 #[cfg(feature = "cuda")]
 pub(crate) use observer::Observer;
 pub(crate) use order::WeakProgramOrder;
+#[cfg(feature = "cuda")]
+pub(crate) use peers::{Move, Moves};
 pub(crate) use tcp::{Client, Listener};
 pub(crate) use world::{Control, Processes, World};
 

@@ -15,12 +15,12 @@ use cudarc::nccl::sys;
 use super::{
     cuda::{Event, Stream},
     error::{NcclError, check_libraries},
+    gpu::{Gpu, Streams, peers_of},
     join::{UniqueId, connected},
-    peers::{Moves, Peers, Streams},
     queue::{Queue, accepted},
     watchdog::Watchdog,
 };
-use crate::comm::{CommError, FailureCause, Observer};
+use crate::comm::{CommError, FailureCause, Moves, Observer, peers::Peers};
 
 /// Operations that may be on their way at once: fewer than the device queues, so that starting one never waits for a peer.
 const MOST_IN_FLIGHT: usize = 256;
@@ -76,7 +76,7 @@ pub(super) struct Shared {
 
 /// A rank's end of exchanges by copies.
 struct Direct {
-    peers: Arc<Peers>,
+    peers: Arc<Peers<Gpu>>,
     rank: usize,
     /// For copies to this rank's device.
     streams: Streams,
@@ -231,9 +231,13 @@ impl Announced {
         }
         let ready = shared.stream.submitted_work()?;
         let own = shared.copy_own(direct.rank, &moves, &ready)?;
-        let place = (direct.rank, number);
-        let posted = direct.peers.post(place, moves, ready, &direct.streams);
-        if let Err(error) = posted {
+        let gpu = Gpu {
+            ready,
+            streams: direct.streams.clone(),
+        };
+        let posted = direct.peers.post((direct.rank, number), moves, gpu);
+        // Copies to others were started in their devices' contexts.
+        if let Err(error) = shared.stream.enter().and(posted) {
             shared.leave_exchange(number, own.as_ref());
             return Err(shared.unless_a_peers(error));
         }
@@ -304,7 +308,7 @@ impl Communicator {
         let direct = direct.then(|| {
             let streams = (0..size).map(|_| Stream::new(ordinal));
             Ok(Direct {
-                peers: Peers::of(id.bytes(), size),
+                peers: peers_of(id.bytes(), size),
                 rank,
                 streams: streams.collect::<Result<_, NcclError>>()?,
             })

@@ -15,10 +15,9 @@ use super::{
     communicator::Raw,
     cuda::Stream,
     error::{NcclError, check_libraries},
-    peers::{Move, Moves},
     queue::{Element, Queue, call},
 };
-use crate::comm::Observer;
+use crate::comm::{Move, Moves, Observer};
 
 /// What the ranks of a communicator have in common before it exists. Made by one of them.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]

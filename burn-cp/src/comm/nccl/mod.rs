@@ -10,7 +10,7 @@
 //! small operation; ranks connect for all that they can do when they join, and few operations are on their way at once, so that a call
 //! returns at once.
 //!
-//! Exchanges between ranks of one process whose GPUs reach each other's memory may be copies by the copy engines instead (`peers`), which
+//! Exchanges between ranks of one process whose GPUs reach each other's memory may be copies by the copy engines instead ([`peers`](super::peers)), which
 //! start and end as any other operation does.
 //!
 //! # What can go wrong
@@ -23,13 +23,12 @@
 mod communicator;
 mod cuda;
 mod error;
+mod gpu;
 mod join;
-mod peers;
 mod queue;
 mod watchdog;
 
 pub(crate) use communicator::{Announced, Communicator, Flush, Place, Ticket};
 pub(crate) use error::NcclError;
 pub(crate) use join::UniqueId;
-pub(crate) use peers::{Move, Moves};
 pub(crate) use queue::{Element, Queue};

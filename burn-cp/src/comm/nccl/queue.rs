@@ -2,12 +2,8 @@
 
 use cudarc::nccl::sys;
 
-use super::{
-    communicator::Raw,
-    cuda::Stream,
-    error::NcclError,
-    peers::{Move, Moves},
-};
+use super::{communicator::Raw, cuda::Stream, error::NcclError};
+use crate::comm::{Move, Moves};
 
 /// Elements that NCCL adds up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,21 +1,14 @@
-//! Exchange between ranks that are threads of one process and whose GPUs reach each other's memory: copies from buffer to buffer by the
-//! copy engines, which take no multiprocessors from the kernels that run meanwhile.
+//! Exchange between ranks that are threads of one process and whose devices reach each other's memory, by copies from buffer to buffer.
 //!
-//! A rank posts where its rows are and where those of others belong, with an event behind all work that was submitted to its device so
-//! far. Copies run on streams of the receiver's device, one for each source, behind the events of both ends. Whoever posts second starts them,
-//! those to the other too, unless the other waits already, and so can start them itself. A rank waits for others to post only where work of
-//! its own has to be ordered behind an operation: behind these copies, or behind a later operation of NCCL, which copies that started
-//! afterwards would have to wait for.
+//! A rank posts where its rows are and where those of others belong. Whoever posts second starts the copies of a pair, those to the other
+//! too, unless the other waits already, and so can start them itself. A rank waits for others to post only where work of its own has to be
+//! ordered behind an operation: behind these copies, or behind a later operation of another kind, which copies that started afterwards would
+//! have to wait for.
 
 use std::{
     collections::HashMap,
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak},
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
-};
-
-use super::{
-    cuda::{Event, Stream},
-    error::NcclError,
 };
 
 /// How often a rank that waits for others to post looks for failures.
@@ -39,62 +32,73 @@ pub(crate) struct Moves {
 }
 
 impl Moves {
-    pub(super) fn to(&self, peer: usize) -> impl Iterator<Item = &Move> {
+    pub(crate) fn to(&self, peer: usize) -> impl Iterator<Item = &Move> {
         self.gives.iter().filter(move |one| one.peer == peer)
     }
 
-    pub(super) fn from(&self, peer: usize) -> impl Iterator<Item = &Move> {
+    pub(crate) fn from(&self, peer: usize) -> impl Iterator<Item = &Move> {
         self.takes.iter().filter(move |one| one.peer == peer)
     }
 }
 
-/// A rank's streams for copies from each rank: one that waits for a rank's kernels holds up no copies from others.
-pub(super) type Streams = Arc<[Stream]>;
+/// A rank's device at the moment of a post.
+pub(crate) trait Device {
+    /// Where copies end.
+    type End;
+    /// Why they do not start.
+    type Error;
+
+    /// Starts to copy runs to this device from that of rank `source`: address there, address here, bytes.
+    fn copy_from(
+        &self,
+        source: (usize, &Self),
+        runs: &[(u64, u64, usize)],
+    ) -> Result<Self::End, Self::Error>;
+
+    /// What a rank gets that waited in vain, in a world that has failed.
+    fn in_vain() -> Self::Error;
+
+    /// Whether copies are over. Where a device has failed they never are; that is its rank's to report.
+    fn are_over(end: &Self::End) -> bool;
+}
 
 /// A rank's half of an exchange.
-struct Post {
+struct Post<D> {
     moves: Moves,
-    /// Its rows are written, and its buffers are free to be written.
-    ready: Event,
-    /// Where copies from each rank run.
-    streams: Streams,
+    device: D,
     since: Instant,
 }
 
 /// One direction of a pair of ranks, both of which have posted.
-struct Pair {
+struct Pair<D> {
     source: usize,
     destination: usize,
-    from: Arc<Post>,
-    to: Arc<Post>,
+    from: Arc<Post<D>>,
+    to: Arc<Post<D>>,
 }
 
-impl Pair {
+impl<D: Device> Pair<D> {
     /// Starts the copies. `None` where what one gives is not what the other takes: they call something else, which the records of
     /// both show, and which fails the world.
-    fn start(&self) -> Result<Option<Event>, NcclError> {
+    fn start(&self) -> Result<Option<D::End>, D::Error> {
         let gives: Vec<_> = self.from.moves.to(self.destination).collect();
         let takes: Vec<_> = self.to.moves.from(self.source).collect();
-        let sizes = |moves: &[&Move]| moves.iter().map(|one| one.num_bytes).collect::<Vec<_>>();
-        if sizes(&gives) != sizes(&takes) {
+        let fit = gives.len() == takes.len()
+            && (gives.iter().zip(&takes)).all(|(give, take)| give.num_bytes == take.num_bytes);
+        if !fit {
             return Ok(None);
         }
-        let stream = &self.to.streams[self.source];
-        stream.enter()?;
-        stream.wait(&self.to.ready)?;
-        stream.wait(&self.from.ready)?;
-        for (give, take) in gives.iter().zip(takes) {
-            let from = (&self.from.streams[self.source], give.address);
-            stream.copy_from(take.address, from, take.num_bytes)?;
-        }
-        stream.record().map(Some)
+        let runs: Vec<_> = (gives.iter().zip(takes))
+            .map(|(give, take)| (give.address, take.address, take.num_bytes))
+            .collect();
+        let from = (self.source, &self.from.device);
+        self.to.device.copy_from(from, &runs).map(Some)
     }
 }
 
 /// What is known of one rank in an exchange.
-#[derive(Default)]
-struct Rank {
-    post: Option<Arc<Post>>,
+struct Rank<D> {
+    post: Option<Arc<Post<D>>>,
     /// It waits for the others, and starts copies to itself meanwhile.
     waits: bool,
     /// It was told the ends of all copies that its buffers take part in.
@@ -102,35 +106,43 @@ struct Rank {
 }
 
 /// The copies of one direction of a pair, which somebody starts or has started.
-struct Copies {
+struct Copies<E> {
     source: usize,
     destination: usize,
-    started: Started,
+    started: Started<E>,
 }
 
-enum Started {
+/// Where several copies end.
+type Ends<D> = Vec<Arc<<D as Device>::End>>;
+
+enum Started<E> {
     NotYet,
     /// And end there.
-    Yes(Arc<Event>),
+    Yes(Arc<E>),
     Failed,
 }
 
 /// An exchange that is not over for all who have posted.
-struct Exchange {
-    ranks: Vec<Rank>,
-    copies: Vec<Copies>,
+struct Exchange<D: Device> {
+    ranks: Vec<Rank<D>>,
+    copies: Vec<Copies<D::End>>,
 }
 
-impl Exchange {
+impl<D: Device> Exchange<D> {
     fn new(size: usize) -> Self {
+        let rank = |_| Rank {
+            post: None,
+            waits: false,
+            told: false,
+        };
         Self {
-            ranks: (0..size).map(|_| Rank::default()).collect(),
+            ranks: (0..size).map(rank).collect(),
             copies: Vec::new(),
         }
     }
 
     /// The pairs that a rank has to start copies for: to itself, and to those that do not wait. They count as begun.
-    fn begin(&mut self, rank: usize) -> Vec<Pair> {
+    fn begin(&mut self, rank: usize) -> Vec<Pair<D>> {
         let mut pairs = Vec::new();
         // Neighbours first, so that ranks do not all read from the same one.
         let size = self.ranks.len();
@@ -143,7 +155,7 @@ impl Exchange {
         pairs
     }
 
-    fn begin_pair(&mut self, source: usize, destination: usize, pairs: &mut Vec<Pair>) {
+    fn begin_pair(&mut self, source: usize, destination: usize, pairs: &mut Vec<Pair<D>>) {
         let [from, to] = [source, destination].map(|rank| self.ranks[rank].post.clone());
         let (Some(from), Some(to)) = (from, to) else {
             return;
@@ -171,13 +183,13 @@ impl Exchange {
         ranks.all(|rank| rank.told || rank.post.is_none())
     }
 
-    fn copies_between(&mut self, source: usize, destination: usize) -> Option<&mut Copies> {
+    fn copies_between(&mut self, source: usize, destination: usize) -> Option<&mut Copies<D::End>> {
         let mut copies = self.copies.iter_mut();
         copies.find(|copies| (copies.source, copies.destination) == (source, destination))
     }
 
     /// The ends of all copies between a rank and others, when all have started.
-    fn ends(&self, rank: usize) -> Option<Vec<Arc<Event>>> {
+    fn ends(&self, rank: usize) -> Option<Ends<D>> {
         let moves = &self.ranks[rank].post.as_ref()?.moves;
         let others = (0..self.ranks.len()).filter(|peer| *peer != rank);
         let gives = others
@@ -200,50 +212,35 @@ impl Exchange {
 }
 
 /// What ranks of one process exchange by copies, by operation.
-pub(super) struct Peers {
+pub(crate) struct Peers<D: Device> {
     size: usize,
-    exchanges: Mutex<HashMap<u64, Exchange>>,
+    exchanges: Mutex<HashMap<u64, Exchange<D>>>,
     changed: Condvar,
 }
 
-/// Those that ranks with the same id share, until all of them have gone.
-static SHARED: Mutex<Vec<(Vec<u8>, Weak<Peers>)>> = Mutex::new(Vec::new());
-
-impl Peers {
-    /// Of the ranks of this process that joined with an id.
-    pub(super) fn of(id: &[u8], size: usize) -> Arc<Self> {
-        let mut shared = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
-        shared.retain(|(_, peers)| peers.strong_count() > 0);
-        let mut all = shared.iter();
-        let found = all.find(|(of, _)| of == id);
-        if let Some(peers) = found.and_then(|(_, peers)| peers.upgrade()) {
-            return peers;
-        }
-        let peers = Arc::new(Self {
+impl<D: Device> Peers<D> {
+    pub(crate) fn new(size: usize) -> Self {
+        Self {
             size,
             exchanges: Mutex::default(),
             changed: Condvar::new(),
-        });
-        shared.push((id.to_vec(), Arc::downgrade(&peers)));
-        peers
+        }
     }
 
-    fn exchanges(&self) -> MutexGuard<'_, HashMap<u64, Exchange>> {
+    fn exchanges(&self) -> MutexGuard<'_, HashMap<u64, Exchange<D>>> {
         (self.exchanges.lock()).unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Posts a rank's half of operation `number`, whose buffers are `ready`. The streams are of the thread's context.
-    pub(super) fn post(
+    /// Posts a rank's half of operation `number`. Another device's context may be left to the thread.
+    pub(crate) fn post(
         &self,
         (rank, number): (usize, u64),
         moves: Moves,
-        ready: Event,
-        streams: &Streams,
-    ) -> Result<(), NcclError> {
+        device: D,
+    ) -> Result<(), D::Error> {
         let post = Post {
             moves,
-            ready,
-            streams: streams.clone(),
+            device,
             since: Instant::now(),
         };
         let mut exchanges = self.exchanges();
@@ -254,13 +251,11 @@ impl Peers {
         let pairs = exchange.begin(rank);
         drop(exchanges);
         self.changed.notify_all();
-        let started = self.start(number, &pairs);
-        // Copies to others were started in their devices' contexts.
-        streams[rank].enter().and(started)
+        self.start(number, &pairs)
     }
 
     /// Starts copies of pairs that were begun, without holding up others. The first error.
-    fn start(&self, number: u64, pairs: &[Pair]) -> Result<(), NcclError> {
+    fn start(&self, number: u64, pairs: &[Pair<D>]) -> Result<(), D::Error> {
         let mut result = Ok(());
         for pair in pairs {
             let started = match pair.start() {
@@ -285,15 +280,15 @@ impl Peers {
 
     /// Waits until all copies between a rank and others have started that belong to operations up to `number` and have not been waited for,
     /// which takes their posts, or until `failed`. Work that waits for a later operation must not come before them on the device.
-    pub(super) fn wait_until_started(
+    pub(crate) fn wait_until_started(
         &self,
         rank: usize,
         number: u64,
         failed: impl Fn() -> bool,
-    ) -> Result<(), NcclError> {
+    ) -> Result<(), D::Error> {
         let mut exchanges = self.exchanges();
         loop {
-            let open = |(of, exchange): &(&u64, &mut Exchange)| {
+            let open = |(of, exchange): &(&u64, &mut Exchange<D>)| {
                 let Rank { post, told, .. } = &exchange.ranks[rank];
                 **of <= number && post.is_some() && !told && exchange.ends(rank).is_none()
             };
@@ -309,7 +304,7 @@ impl Peers {
                 continue;
             }
             if failed() {
-                return Err(NcclError::Aborted);
+                return Err(D::in_vain());
             }
             exchanges = (self.changed.wait_timeout(exchanges, LOOK))
                 .unwrap_or_else(PoisonError::into_inner)
@@ -318,14 +313,10 @@ impl Peers {
     }
 
     /// The ends of all copies of operation `number` between a rank and others, all of which have started, and when the rank posted it.
-    pub(super) fn ends(
-        &self,
-        rank: usize,
-        number: u64,
-    ) -> Result<(Instant, Vec<Arc<Event>>), NcclError> {
+    pub(crate) fn ends(&self, rank: usize, number: u64) -> Result<(Instant, Ends<D>), D::Error> {
         let mut exchanges = self.exchanges();
-        let exchange = exchanges.get_mut(&number).ok_or(NcclError::Aborted)?;
-        let ends = exchange.ends(rank).ok_or(NcclError::Aborted)?;
+        let exchange = exchanges.get_mut(&number).ok_or_else(D::in_vain)?;
+        let ends = exchange.ends(rank).ok_or_else(D::in_vain)?;
         let post = exchange.ranks[rank].post.as_ref();
         let since = post.map_or_else(Instant::now, |post| post.since);
         exchange.ranks[rank].told = true;
@@ -334,12 +325,13 @@ impl Peers {
     }
 
     /// Nobody starts copies of a rank's buffers any more, which are about to go; the ends of those that have started.
-    pub(super) fn withdraw(&self, rank: usize, number: u64) -> Vec<Arc<Event>> {
+    pub(crate) fn withdraw(&self, rank: usize, number: u64) -> Ends<D> {
         let mut exchanges = self.exchanges();
         let mut ends = Vec::new();
         while let Some(exchange) = exchanges.get_mut(&number) {
             exchange.ranks[rank].post = None;
-            let of_rank = |copies: &&Copies| [copies.source, copies.destination].contains(&rank);
+            let of_rank =
+                |copies: &&Copies<D::End>| [copies.source, copies.destination].contains(&rank);
             let copies: Vec<_> = exchange.copies.iter().filter(of_rank).collect();
             if !(copies.iter()).any(|copies| matches!(copies.started, Started::NotYet)) {
                 ends.extend(copies.iter().filter_map(|copies| match &copies.started {
@@ -358,7 +350,7 @@ impl Peers {
     }
 
     /// The oldest operation that a rank has posted, has not been handed the ends of, and that is not over.
-    pub(super) fn oldest(&self, rank: usize) -> Option<(u64, Instant)> {
+    pub(crate) fn oldest(&self, rank: usize) -> Option<(u64, Instant)> {
         let exchanges = self.exchanges();
         let mut oldest: Option<(u64, Instant)> = None;
         for (number, exchange) in exchanges.iter() {
@@ -366,11 +358,8 @@ impl Peers {
             let Some(post) = post.as_ref().filter(|_| !told) else {
                 continue;
             };
-            // An event whose device has failed does not happen any more; that is its rank's to report.
-            let over = exchange.ends(rank).is_some_and(|ends| {
-                let mut ends = ends.iter();
-                ends.all(|end| end.has_happened().unwrap_or(false))
-            });
+            let ends = exchange.ends(rank);
+            let over = ends.is_some_and(|ends| ends.iter().all(|end| D::are_over(end)));
             if !over && oldest.is_none_or(|(_, since)| post.since < since) {
                 oldest = Some((*number, post.since));
             }
@@ -378,3 +367,6 @@ impl Peers {
         oldest
     }
 }
+
+#[cfg(test)]
+mod tests;
