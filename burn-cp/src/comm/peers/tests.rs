@@ -131,7 +131,9 @@ proptest! {
                         open.reverse();
                     }
                     for (number, memory, want) in open {
-                        peers.wait_until_started(rank, number, || false).unwrap();
+                        let start = Instant::now();
+                        let hangs = || start.elapsed() > Duration::from_secs(20);
+                        peers.wait_until_started(rank, number, hangs).unwrap();
                         peers.ends(rank, number).unwrap();
                         assert_eq!(*memory.bytes(), want, "rank {rank}, operation {number}");
                     }
