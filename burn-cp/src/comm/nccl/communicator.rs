@@ -14,22 +14,21 @@ use cudarc::nccl::sys;
 
 use super::{
     cuda::{Event, Stream},
+    direct::Direct,
     error::{NcclError, check_libraries},
-    gpu::{Gpu, Streams, peers_of},
+    gpu::peers_of,
     join::{UniqueId, connected},
-    queue::{Queue, accepted},
+    operation::Announced,
+    queue::accepted,
     watchdog::Watchdog,
 };
-use crate::comm::{CommError, FailureCause, Moves, Observer, peers::Peers};
+use crate::comm::{CommError, Observer};
 
 /// Operations that may be on their way at once: fewer than the device queues, so that starting one never waits for a peer.
 const MOST_IN_FLIGHT: usize = 256;
 
 /// How long an abort waits for a call of the library to return.
 const PATIENCE: Duration = Duration::from_millis(200);
-
-/// How long a rank waits for another to report what its device did.
-const PEERS_TURN: Duration = Duration::from_secs(1);
 
 /// Makes the device's thread run what it was given so far.
 pub(crate) type Flush = Box<dyn Fn() + Send + Sync>;
@@ -59,27 +58,19 @@ pub(super) struct Shared {
     aborted: AtomicBool,
     pub(super) stream: Arc<Stream>,
     /// Where the ranks' GPUs reach each other's memory.
-    direct: Option<Direct>,
+    pub(super) direct: Option<Direct>,
     flush: Flush,
     pub(super) in_flight: Mutex<VecDeque<InFlight>>,
     /// The operation that is being started.
     pub(super) starting: Mutex<Option<(u64, Instant)>>,
     /// Tasks for the device's thread that use the communicator and have not run yet.
-    num_announced: AtomicUsize,
+    pub(super) num_announced: AtomicUsize,
     /// Operations that were started and that later work has not been ordered behind.
-    num_open: AtomicUsize,
+    pub(super) num_open: AtomicUsize,
     /// What went wrong first where no rank waits for it.
-    error: Mutex<Option<NcclError>>,
+    pub(super) error: Mutex<Option<NcclError>>,
     pub(super) observer: Option<Observer>,
     pub(super) deadline: Duration,
-}
-
-/// A rank's end of exchanges by copies.
-struct Direct {
-    peers: Arc<Peers<Gpu>>,
-    rank: usize,
-    /// For copies to this rank's device.
-    streams: Streams,
 }
 
 /// A rank's place among those that join.
@@ -114,174 +105,9 @@ impl fmt::Debug for Communicator {
     }
 }
 
-/// An operation that was started.
-#[derive(Debug)]
-#[must_use = "work that uses the result has to be ordered behind the operation"]
-pub(crate) struct Ticket {
-    shared: Arc<Shared>,
-    number: u64,
-    started: Started,
-}
-
-#[derive(Debug)]
-enum Started {
-    /// On NCCL's stream; where it ends.
-    Nccl(Arc<Event>),
-    /// As copies, some of which may wait for others to post, and where those of the rank's own rows end.
-    Exchange { own: Option<Event> },
-}
-
 impl fmt::Debug for Shared {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Shared").finish_non_exhaustive()
-    }
-}
-
-impl Ticket {
-    fn new(shared: &Arc<Shared>, number: u64, started: Started) -> Self {
-        shared.num_open.fetch_add(1, Ordering::AcqRel);
-        Self {
-            shared: shared.clone(),
-            number,
-            started,
-        }
-    }
-
-    /// Makes all work that is submitted to the device from now on wait for the operation, on the device. Its buffers may be let go
-    /// afterwards. The host does not wait for the device; where copies go between ranks, it waits until those have started theirs.
-    pub(crate) fn order_before_later_work(self) -> Result<(), NcclError> {
-        let shared = &self.shared;
-        shared.start_older_exchanges(self.number)?;
-        match &self.started {
-            Started::Nccl(end) => shared.stream.hold_later_work(end),
-            Started::Exchange { own } => shared.hold_behind_exchange(self.number, own.as_ref()),
-        }
-    }
-}
-
-/// Permission to use a communicator from the device's thread: it is not taken down before this is dropped.
-#[derive(Debug)]
-pub(crate) struct Announced {
-    shared: Arc<Shared>,
-}
-
-impl Drop for Ticket {
-    fn drop(&mut self) {
-        self.shared.num_open.fetch_sub(1, Ordering::AcqRel);
-    }
-}
-
-impl Announced {
-    fn new(shared: &Arc<Shared>) -> Self {
-        shared.num_announced.fetch_add(1, Ordering::AcqRel);
-        Self {
-            shared: shared.clone(),
-        }
-    }
-
-    /// Starts operation `number`: what `enqueue` adds runs after all work that was submitted to the device before. Kernels that are submitted
-    /// later wait until a `large` one can begin. The host does not wait for it.
-    pub(crate) fn start(
-        &self,
-        number: u64,
-        large: bool,
-        enqueue: impl FnOnce(&Queue<'_>) -> Result<(), NcclError>,
-    ) -> Result<Ticket, NcclError> {
-        let shared = &self.shared;
-        shared.stream.enter()?;
-        shared.make_room()?;
-        let alone = large && shared.num_open.load(Ordering::Acquire) == 0;
-        let end = {
-            let _starting = Starting::new(shared, number);
-            let raw = shared.lock()?;
-            shared.stream.wait(&shared.stream.submitted_work()?)?;
-            if alone {
-                // Kernels may hold all multiprocessors until they end: later ones are to begin behind this point, where the operation
-                // already is. Behind another that nothing waits for yet it is not, and they would wait for that one.
-                let begun = shared.stream.record()?;
-                shared.stream.hold_later_work(&begun)?;
-            }
-            enqueue(&Queue {
-                raw: raw.1,
-                stream: &shared.stream,
-            })?;
-            Arc::new(shared.stream.record()?)
-        };
-        shared.watch(number, Instant::now(), &end);
-        Ok(Ticket::new(shared, number, Started::Nccl(end)))
-    }
-
-    /// Starts operation `number`, which moves runs of bytes between ranks: if it is `large`, which every rank must say alike, from buffer to
-    /// buffer where the ranks' GPUs [reach each other's memory](Communicator::is_direct), else by NCCL. It starts after all work that was
-    /// submitted to the device before, on every rank. The host does not wait for it.
-    pub(crate) fn exchange(
-        &self,
-        number: u64,
-        moves: Moves,
-        large: bool,
-    ) -> Result<Ticket, NcclError> {
-        let shared = &self.shared;
-        let Some(direct) = shared.direct.as_ref().filter(|_| large) else {
-            return self.start(number, large, |queue| queue.exchange(&moves));
-        };
-        shared.stream.enter()?;
-        shared.make_room()?;
-        if shared.has_failed() {
-            return Err(NcclError::Aborted);
-        }
-        let ready = shared.stream.submitted_work()?;
-        let own = shared.copy_own(direct.rank, &moves, &ready)?;
-        let gpu = Gpu {
-            ready,
-            streams: direct.streams.clone(),
-        };
-        let posted = direct.peers.post((direct.rank, number), moves, gpu);
-        // Copies to others were started in their devices' contexts.
-        if let Err(error) = shared.stream.enter().and(posted) {
-            shared.leave_exchange(number, own.as_ref());
-            return Err(shared.unless_a_peers(error));
-        }
-        Ok(Ticket::new(shared, number, Started::Exchange { own }))
-    }
-
-    /// Another one.
-    pub(crate) fn again(&self) -> Self {
-        Self::new(&self.shared)
-    }
-
-    /// Reports what went wrong where no rank waits for it: the rank's next operation does not start, and the world has failed.
-    pub(crate) fn fail(&self, what: &str, error: NcclError) {
-        self.shared
-            .error
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .get_or_insert_with(|| error.clone());
-        if let Some(observer) = &self.shared.observer {
-            let error = error.of(Some(observer), what);
-            observer.fail(what, FailureCause::Comm(error));
-        }
-    }
-}
-
-impl Drop for Announced {
-    fn drop(&mut self) {
-        self.shared.num_announced.fetch_sub(1, Ordering::AcqRel);
-    }
-}
-
-/// Marks an operation as being started.
-struct Starting<'a>(&'a Shared);
-
-impl<'a> Starting<'a> {
-    fn new(shared: &'a Shared, number: u64) -> Self {
-        *shared.starting() = Some((number, Instant::now()));
-        Self(shared)
-    }
-}
-
-impl Drop for Starting<'_> {
-    fn drop(&mut self) {
-        *self.0.starting() = None;
     }
 }
 
@@ -379,7 +205,7 @@ impl Communicator {
 }
 
 /// A guard of a communicator that has not been aborted.
-struct Alive<'a>(MutexGuard<'a, Option<Raw>>, Raw);
+pub(super) struct Alive<'a>(MutexGuard<'a, Option<Raw>>, pub(super) Raw);
 
 impl Shared {
     pub(super) fn in_flight(&self) -> MutexGuard<'_, VecDeque<InFlight>> {
@@ -392,20 +218,20 @@ impl Shared {
         self.starting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn has_failed(&self) -> bool {
+    pub(super) fn has_failed(&self) -> bool {
         let observer = self.observer.as_ref();
         observer.is_some_and(|world| world.failure().is_some())
             || self.aborted.load(Ordering::Acquire)
     }
 
-    fn lock(&self) -> Result<Alive<'_>, NcclError> {
+    pub(super) fn lock(&self) -> Result<Alive<'_>, NcclError> {
         let guard = self.raw.lock().unwrap_or_else(PoisonError::into_inner);
         let raw = guard.filter(|_| !self.aborted.load(Ordering::Acquire));
         Ok(Alive(guard, raw.ok_or(NcclError::Aborted)?))
     }
 
     /// Waits until few enough operations are on their way.
-    fn make_room(&self) -> Result<(), NcclError> {
+    pub(super) fn make_room(&self) -> Result<(), NcclError> {
         let start = Instant::now();
         loop {
             // The watchdog forgets those that have ended; asking about each here would take as long as starting it.
@@ -423,93 +249,12 @@ impl Shared {
     }
 
     /// Looks after an operation until it has ended.
-    fn watch(&self, number: u64, started: Instant, end: &Arc<Event>) {
+    pub(super) fn watch(&self, number: u64, started: Instant, end: &Arc<Event>) {
         self.in_flight().push_back(InFlight {
             number,
             started,
             end: end.clone(),
         });
-    }
-
-    /// Copies rows that stay with the rank, beside those of others; where that ends.
-    fn copy_own(
-        &self,
-        rank: usize,
-        moves: &Moves,
-        ready: &Event,
-    ) -> Result<Option<Event>, NcclError> {
-        let mut pairs = moves.to(rank).zip(moves.from(rank)).peekable();
-        if pairs.peek().is_none() {
-            return Ok(None);
-        }
-        self.stream.wait(ready)?;
-        for (give, take) in pairs {
-            let from = (&*self.stream, give.address);
-            self.stream.copy_from(take.address, from, take.num_bytes)?;
-        }
-        self.stream.record().map(Some)
-    }
-
-    /// Waits until all copies of exchanges up to `number` have started.
-    fn start_older_exchanges(&self, number: u64) -> Result<(), NcclError> {
-        if let Some(direct) = &self.direct {
-            let start = Instant::now();
-            // Without a watchdog nobody else looks for the deadline.
-            let failed = || self.has_failed() || start.elapsed() > 2 * self.deadline;
-            let started = (direct.peers).wait_until_started(direct.rank, number, failed);
-            if let Err(error) = started {
-                self.leave_exchange(number, None);
-                return Err(self.unless_a_peers(error));
-            }
-        }
-        self.stream.enter()
-    }
-
-    fn hold_behind_exchange(&self, number: u64, own: Option<&Event>) -> Result<(), NcclError> {
-        let direct = self.direct.as_ref().ok_or(NcclError::Aborted)?;
-        let held = direct
-            .peers
-            .ends(direct.rank, number)
-            .and_then(|(since, ends)| {
-                own.map_or(Ok(()), |own| self.stream.hold_later_work(own))?;
-                ends.iter().try_for_each(|end| {
-                    self.stream.hold_later_work(end)?;
-                    self.watch(number, since, end);
-                    Ok(())
-                })
-            });
-        held.map_err(|error| {
-            self.leave_exchange(number, own);
-            self.unless_a_peers(error)
-        })
-    }
-
-    /// Takes a rank's buffers, which are about to go, out of an exchange that has failed: later work waits for copies that have started.
-    fn leave_exchange(&self, number: u64, own: Option<&Event>) {
-        let Some(direct) = &self.direct else {
-            return;
-        };
-        let ends = direct.peers.withdraw(direct.rank, number);
-        if self.stream.enter().is_ok() {
-            for end in ends.iter().map(Arc::as_ref).chain(own) {
-                // Of a device that has failed, perhaps, which the failure says already.
-                let _ = self.stream.hold_later_work(end);
-            }
-        }
-    }
-
-    /// An error of a call that names events and buffers of several devices. What another rank's device makes fail is for that rank to
-    /// report, which is waited for a while.
-    fn unless_a_peers(&self, error: NcclError) -> NcclError {
-        let start = Instant::now();
-        while self.stream.check().is_ok() && start.elapsed() < PEERS_TURN {
-            if self.has_failed() {
-                tracing::debug!(%error, "in an exchange that has failed");
-                return NcclError::Aborted;
-            }
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        error
     }
 
     /// The oldest operation that was started and has not ended.

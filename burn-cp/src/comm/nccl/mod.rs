@@ -22,13 +22,16 @@
 
 mod communicator;
 mod cuda;
+mod direct;
 mod error;
 mod gpu;
 mod join;
+mod operation;
 mod queue;
 mod watchdog;
 
-pub(crate) use communicator::{Announced, Communicator, Flush, Place, Ticket};
+pub(crate) use communicator::{Communicator, Flush, Place};
 pub(crate) use error::NcclError;
 pub(crate) use join::UniqueId;
+pub(crate) use operation::{Announced, Ticket};
 pub(crate) use queue::{Element, Queue};
