@@ -44,21 +44,26 @@ impl Shared {
         self.stream.record().map(Some)
     }
 
-    /// Waits until all copies of exchanges up to `number` have started.
-    pub(super) fn start_older_exchanges(&self, number: u64) -> Result<(), NcclError> {
+    /// Waits until all copies of exchanges up to `number` have started, whose own rows' copies end at `own`.
+    pub(super) fn start_older_exchanges(
+        &self,
+        number: u64,
+        own: Option<&Event>,
+    ) -> Result<(), NcclError> {
         if let Some(direct) = &self.direct {
             let start = Instant::now();
             // Without a watchdog nobody else looks for the deadline.
             let failed = || self.has_failed() || start.elapsed() > 2 * self.deadline;
             let started = (direct.peers).wait_until_started(direct.rank, number, failed);
             if let Err(error) = started {
-                self.leave_exchange(number, None);
+                self.leave_exchange(number, own);
                 return Err(self.unless_a_peers(error));
             }
         }
         self.stream.enter()
     }
 
+    /// Later work waits for all copies that a rank's buffers take part in, all of which have started.
     pub(super) fn hold_behind_exchange(
         &self,
         number: u64,

@@ -39,10 +39,17 @@ impl Ticket {
     /// afterwards. The host does not wait for the device; where copies go between ranks, it waits until those have started theirs.
     pub(crate) fn order_before_later_work(self) -> Result<(), NcclError> {
         let shared = &self.shared;
-        shared.start_older_exchanges(self.number)?;
         match &self.started {
-            Started::Nccl(end) => shared.stream.hold_later_work(end),
-            Started::Exchange { own } => shared.hold_behind_exchange(self.number, own.as_ref()),
+            Started::Nccl(end) => {
+                let started = shared.start_older_exchanges(self.number, None);
+                // Also in a world that has failed: an operation that was aborted ends.
+                shared.stream.enter()?;
+                shared.stream.hold_later_work(end).and(started)
+            }
+            Started::Exchange { own } => {
+                shared.start_older_exchanges(self.number, own.as_ref())?;
+                shared.hold_behind_exchange(self.number, own.as_ref())
+            }
         }
     }
 }
