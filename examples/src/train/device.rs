@@ -101,7 +101,8 @@ impl<A: Architecture> DeviceProgram for Launched<'_, A> {
 }
 
 /// How far a device's products of `f32` matrices round their inputs: the largest relative error of a matrix times the identity. 0 on
-/// devices that keep all bits; about 2^-11 where products take 10 of 23 bits of the fraction (`tf32`), as CubeCL's do on tensor cores.
+/// devices that keep all bits; about 2^-11 where products take 10 of 23 bits of the fraction (`tf32`), as CubeCL's are
+/// suspected to on tensor cores.
 ///
 /// # Panics
 /// The program was not built for the device, or the device is not there.
