@@ -3,13 +3,16 @@
 //!
 //! `cargo bench -p burn-cp-benches --bench train_step -- --device cpu --ranks 2 --shape tiny --tokens 1024`
 
-use std::{error::Error, time::Instant};
+use std::{error::Error, slice, time::Instant};
 
 use burn::{
     backend::Autodiff,
     module::{Module, ModuleMapper, Param},
     optim::{AdamWConfig, GradientsParams, Optimizer},
-    tensor::{Int, Tensor, TensorData, backend::Backend},
+    tensor::{
+        Int, Tensor, TensorData,
+        backend::{Backend, DeviceOps},
+    },
 };
 use burn_cp::{
     batch::{Media, SequenceBatch},
@@ -31,6 +34,8 @@ use burn_cp_examples::{
     train::TrainBackend,
 };
 use clap::{Parser, ValueEnum};
+#[cfg(feature = "cuda")]
+use cubecl::{Runtime, cuda::CudaRuntime};
 use serde_json::json;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
@@ -166,7 +171,7 @@ fn batch<B: Backend>(
     args: &Args,
     config: &Qwen3VlConfig,
     device: &B::Device,
-) -> Result<(SequenceBatch<B>, usize), Failure> {
+) -> Result<(SequenceBatch<B>, Vec<usize>), Failure> {
     let merge = config.vision_config.spatial_merge_size;
     let side = args.image.next_multiple_of(merge);
     let num_image_tokens = (side / merge).pow(2);
@@ -208,7 +213,10 @@ fn batch<B: Backend>(
         .with_labels(TensorData::new(labels, row))
         .with_vocab_size(config.text_config.vocab_size)
         .with_positions(TensorData::new(positions.concat(), [3, 1, num_tokens]))
-        .with_documents(Documents::from_lengths(&[lengths], num_tokens)?);
+        .with_documents(Documents::from_lengths(
+            slice::from_ref(&lengths),
+            num_tokens,
+        )?);
     if !grids.is_empty() {
         let rows = grids.len() * side * side;
         let width = config.vision_config.patch_dim();
@@ -222,7 +230,7 @@ fn batch<B: Backend>(
             placeholders: TensorData::new(placeholders, row),
         });
     }
-    Ok((batch, num_tokens))
+    Ok((batch, lengths))
 }
 
 /// Fills parameters on the device: a host takes minutes for two thousand million normal numbers, and a step does not care.
@@ -268,6 +276,18 @@ fn gradients<B: TrainBackend>(
     Ok((grads, all_reduce(part, step.loss_group())))
 }
 
+/// GiB that the pools of this rank's device hold. 0 on CPUs.
+fn reserved<D: DeviceOps>(args: &Args, device: &D) -> Result<f64, Failure> {
+    #[cfg(feature = "cuda")]
+    if args.device == Device::Cuda {
+        let device = burn::backend::cuda::CudaDevice::new(usize::from(device.id().index_id));
+        let usage = CudaRuntime::client(&device).memory_usage()?;
+        return Ok((usage.bytes_reserved as f64 / f64::from(1 << 30) * 10.0).round() / 10.0);
+    }
+    let _ = (args, device);
+    Ok(0.0)
+}
+
 fn rank<B>(context: &RankContext, args: &Args) -> Result<(), Failure>
 where
     B: TrainBackend,
@@ -300,7 +320,8 @@ where
     let model: Qwen3Vl<B> = config.build(&device)?.map(&mut OnDevice);
     let mut model = SequenceSharded::new::<B>(model, &cp)?;
     let mut optimizer = AdamWConfig::new().init::<B, SequenceSharded<Qwen3Vl<B>>>();
-    let (batch, num_tokens) = batch::<B>(args, &config, &device)?;
+    let (batch, lengths) = batch::<B>(args, &config, &device)?;
+    let num_tokens: usize = lengths.iter().sum();
     let (mut loss_value, mut start, mut reads) = (0.0, Instant::now(), 0);
     for step in 0..args.warmup + args.steps {
         if step == args.warmup {
@@ -320,12 +341,15 @@ where
         }
     }
     let seconds = start.elapsed().as_secs_f64() / f64::from(args.steps.max(1));
+    let memory = groups
+        .world()?
+        .host_all_gather("memory", reserved(args, &device)?)?;
     if context.rank() == 0 {
         println!(
             "{}",
             json!({
                 "ours": "burn-cp", "shape": format!("{:?}", args.shape), "world": context.world_size(), "tokens": num_tokens,
-                "ms_per_step": (seconds * 1e4).round() / 10.0, "tokens_per_s": (num_tokens as f64 / seconds).round(),
+                "lengths": lengths, "gib_of_ranks": memory, "ms_per_step": (seconds * 1e4).round() / 10.0, "tokens_per_s": (num_tokens as f64 / seconds).round(),
                 "loss": loss_value, "host_reads_per_step": reads as f64 / f64::from(args.steps.max(1)),
             })
         );

@@ -32,7 +32,7 @@ impl Default for GradientSync {
 /// Sums gradients over mesh axes. Every rank of that group must call it with the same module structure.
 ///
 /// A trained parameter without a gradient on this rank takes part with zeros, so that all ranks run the same collectives;
-/// afterwards every trained parameter has a gradient. Summed in rank order, `f16` and `bf16` in `f32`.
+/// afterwards every trained parameter has a gradient. Summed in rank order (between GPUs in NCCL's), `f16` and `bf16` in `f32`.
 ///
 /// # Errors
 /// An axis that the mesh does not have. A failure between ranks ends this one with a typed panic.

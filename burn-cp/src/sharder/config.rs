@@ -47,7 +47,8 @@ pub enum PrimaryStream {
 /// | `primary` | `"sharded"` (default), `"whole"` | |
 ///
 /// The names of an exchange by neighbours or all-to-all mean `needed-only`, which moves just those tokens; `a2a` is not the
-/// exchange of heads that goes by that name elsewhere. There is no choice of kernels: a backend has one.
+/// exchange of heads that goes by that name elsewhere. Kernels are not chosen here: a call
+/// takes the fastest routine that serves it.
 ///
 /// ```
 /// use burn_cp::{layout::LayoutPolicy, sharder::ContextParallelConfig};

@@ -14,7 +14,8 @@ enum Subset {
     Pairwise,
 }
 
-/// Compare all ways of running a training with one rank.
+/// Compare ways of running a training with one rank: ranks, layouts, exchange (all-gather, needed-only), vision sharding, frozen tower,
+/// checkpointing.
 #[derive(Debug, Parser)]
 #[command(name = "compare-grid", version)]
 struct Args {
