@@ -114,12 +114,5 @@ fn bytes_of<B: Backend>(payload: Payload<B>) -> Vec<u8> {
 
 /// A tensor like `like` of another shape, from its bytes.
 fn from_bytes<B: Backend>(like: &Payload<B>, shape: Shape, bytes: Vec<u8>) -> Payload<B> {
-    let data = TensorData::from_bytes_vec(bytes, shape, like.dtype());
-    match like {
-        Payload::Float(tensor) => {
-            Payload::Float(B::float_from_data(data, &B::float_device(tensor)))
-        }
-        Payload::Int(tensor) => Payload::Int(B::int_from_data(data, &B::int_device(tensor))),
-        Payload::Bool(tensor) => Payload::Bool(B::bool_from_data(data, &B::bool_device(tensor))),
-    }
+    like.with_values(TensorData::from_bytes_vec(bytes, shape, like.dtype()))
 }

@@ -235,6 +235,15 @@ impl<B: Backend> Payload<B> {
         }
     }
 
+    /// A tensor of this kind on this device, of other values.
+    pub(super) fn with_values(&self, data: TensorData) -> Self {
+        match self {
+            Self::Float(tensor) => Self::Float(B::float_from_data(data, &B::float_device(tensor))),
+            Self::Int(tensor) => Self::Int(B::int_from_data(data, &B::int_device(tensor))),
+            Self::Bool(tensor) => Self::Bool(B::bool_from_data(data, &B::bool_device(tensor))),
+        }
+    }
+
     /// A tensor like `self` that has no elements. No kernel runs: devices refuse to launch one over nothing.
     fn without_elements(&self, shape: Shape) -> Self {
         match self {

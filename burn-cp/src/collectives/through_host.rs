@@ -1,20 +1,20 @@
-//! Collectives of tensors on devices without a connection of their own: values travel and are summed on the host.
+//! Collectives among threads whose devices have no connection of their own: the rows that a rank takes pass through the host, and it
+//! computes its own result from them on its device, with the arithmetic of threads.
 //!
 //! CubeCL gives each thread a stream of its own. A buffer that one rank hands to another by reference may be reused by its owner before
 //! the other's commands that read it are submitted, so nothing of a device is shared here.
 
-use burn::{
-    backend::Flex,
-    tensor::{BoolStore, DType, backend::Backend},
-};
+use burn::tensor::{Shape, TensorData, backend::Backend};
 
 use super::{
-    Call, Collective, CollectiveBackend, Payload, Pending, host_read::read_to_host,
+    Call, Collective, Payload, Pending,
+    host_read::read_to_host,
     start_on_threads,
+    wire::{Later, Wire},
 };
-use crate::comm::ProcessGroup;
+use crate::comm::{CommError, ProcessGroup, Signature};
 
-/// Starts a collective on the host, as a CPU backend does; each rank waits for its device first. A group of one moves nothing.
+/// Starts a collective through the host; each rank waits for its device first. A group of one moves nothing.
 ///
 /// Every rank of `group` must call it. A failure ends the rank with a typed panic.
 ///
@@ -29,55 +29,52 @@ pub fn start_through_host<B: Backend>(
     if group.size() == 1 {
         return start_on_threads(payload, op, group, call);
     }
-    let dtype = payload.dtype();
-    let device = match &payload {
-        Payload::Float(tensor) => B::float_device(tensor),
-        Payload::Int(tensor) => B::int_device(tensor),
-        Payload::Bool(tensor) => B::bool_device(tensor),
-    };
-    let on_host = Flex::collective_start(
-        to_backend(payload, host_dtype(dtype), &Default::default()),
-        op,
+    let rank = group.rank();
+    let mut wire = SharedWire {
         group,
-        call,
-    );
-    Pending::new(move || to_backend::<Flex, B>(on_host.finish(), dtype, &device))
-}
-
-/// How the host keeps a dtype: backends differ in how they store booleans.
-fn host_dtype(dtype: DType) -> DType {
-    match dtype {
-        DType::Bool(_) => DType::Bool(BoolStore::Native),
-        other => other,
-    }
-}
-
-/// The same values on another backend; waits for them.
-fn to_backend<From: Backend, To: Backend>(
-    payload: Payload<From>,
-    dtype: DType,
-    device: &To::Device,
-) -> Payload<To> {
-    let shape = payload.shape();
-    // A device has nothing to read or write of a tensor without elements; CUDA's refuses to.
-    if shape.num_elements() == 0 {
-        return match payload {
-            Payload::Float(_) => Payload::Float(To::float_empty(shape, device, dtype.into())),
-            Payload::Int(_) => Payload::Int(To::int_empty(shape, device, dtype.into())),
-            Payload::Bool(_) => Payload::Bool(To::bool_empty(shape, device, dtype.into())),
-        };
-    }
-    let kind = match &payload {
-        Payload::Float(_) => {
-            |data, device: &To::Device| Payload::Float(To::float_from_data(data, device))
-        }
-        Payload::Int(_) => {
-            |data, device: &To::Device| Payload::Int(To::int_from_data(data, device))
-        }
-        Payload::Bool(_) => {
-            |data, device: &To::Device| Payload::Bool(To::bool_from_data(data, device))
-        }
+        number: call.number,
+        signature: op.signature(&payload, &call),
     };
-    let data = read_to_host(payload);
-    kind(data.convert_dtype(dtype), device)
+    let work = op.decompose(&payload.shape(), rank, group.size());
+    let later = work.start(payload, rank, &mut wire);
+    let later = later.unwrap_or_else(|error| error.raise());
+    Pending::new(move || later().unwrap_or_else(|error| error.raise()))
+}
+
+/// What a rank leaves: values, and the ranks that take them.
+type Messages = Vec<(Vec<usize>, TensorData)>;
+
+/// Memory of the host that all ranks see.
+struct SharedWire<'a> {
+    group: &'a ProcessGroup,
+    number: u64,
+    signature: Signature,
+}
+
+impl<B: Backend> Wire<B> for SharedWire<'_> {
+    fn swap(
+        &mut self,
+        sends: Vec<(Vec<usize>, Payload<B>)>,
+        receives: Vec<(usize, Shape)>,
+        like: &Payload<B>,
+    ) -> Result<Later<Vec<Payload<B>>>, CommError> {
+        let read = |(destinations, rows)| (destinations, read_to_host(rows));
+        let messages: Messages = sends.into_iter().map(read).collect();
+        let posted = self
+            .group
+            .post(self.number, self.signature.clone(), messages)?;
+        let (like, rank) = (like.clone(), self.group.rank());
+        Ok(Box::new(move || {
+            let ranks = posted.wait()?;
+            let take = |(source, shape): (usize, Shape)| {
+                let mine = (ranks[source].iter()).find(|(takers, _)| takers.contains(&rank));
+                // The ranks' signatures are equal, so that they carry out one plan.
+                let (_, values) = mine.expect("a rank leaves what others take");
+                let mut values = values.clone();
+                values.shape = shape;
+                like.with_values(values)
+            };
+            Ok(receives.into_iter().map(take).collect())
+        }))
+    }
 }
