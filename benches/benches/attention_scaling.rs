@@ -17,7 +17,7 @@ use burn::{
 use burn_cp::{
     attention::{AttentionOptions, ContextParallelBackend},
     batch::SequenceBatch,
-    comm::{self, ProgramOrder},
+    comm::{self, Groups, ProgramOrder, RankContext},
     launch::{self, RankDevice},
     layout::{Documents, LayoutPolicy, Visibility},
     mesh::DeviceMesh,
@@ -125,11 +125,21 @@ struct Args {
     bench: bool,
 }
 
-/// What one rank measured.
+/// What one rank, or all of some, measured.
 struct Measured {
     seconds: f64,
     received_bytes: usize,
     taken: ExchangeStrategy,
+}
+
+impl Measured {
+    fn with(self, rank: &Self) -> Self {
+        Self {
+            seconds: self.seconds.max(rank.seconds),
+            received_bytes: self.received_bytes + rank.received_bytes,
+            taken: self.taken,
+        }
+    }
 }
 
 impl Args {
@@ -193,66 +203,54 @@ impl Args {
     }
 }
 
-/// The slowest rank's mean step, and what all ranks received in a forward pass.
-fn measure<B>(
+/// One rank's step under one configuration.
+fn measure_on<B>(
     args: &Args,
     documents: &Documents,
-    world_size: usize,
+    (rank, groups): (&RankContext, &Groups),
     config: &ContextParallelConfig,
 ) -> Result<Measured, AnyError>
 where
     B: AutodiffBackend + ContextParallelBackend,
     B::Device: RankDevice,
 {
-    let mesh = DeviceMesh::new([("cp", world_size)])?;
-    let ranks = launch::threads(world_size, |rank| -> Result<Measured, AnyError> {
-        let groups = comm::bind(&mesh, &rank)?;
-        let cp = ContextParallel::new(&groups, config.clone())?;
-        let device = B::Device::of_rank(&rank)?;
-        let (shape, options) = (args.shape(), AttentionOptions::causal());
-        let ids = TensorData::zeros::<i64, _>([1, documents.seq_len()]);
-        let batch = SequenceBatch::<B>::from_ids(ids).with_documents(documents.clone());
-        let step = cp.shard_in_order(batch, &device, ProgramOrder::new())?;
-        let taken = step.exchange(&shape, &options)?;
-        let received_bytes =
-            step.attention_call(&options).elements_received(&shape)? * shape.bytes_per_element;
-        let random = |heads: usize| {
-            let size = [1, heads, step.local_len(), shape.head_dim];
-            let tensor = Tensor::<B, 4>::random(
-                size,
-                Distribution::Normal(0.0, 1.0),
-                (&device, args.dtype()),
-            );
-            tensor.require_grad()
-        };
-        let [q, k, v] = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads].map(random);
-        let run = |iterations: usize| -> Result<f64, AnyError> {
-            B::sync(&device)?;
-            step.group().barrier()?;
-            let start = Instant::now();
-            for _ in 0..iterations {
-                let out = step.attention(q.clone(), k.clone(), v.clone(), &options);
-                // With a gradient of ones, as of a sum, which takes time of its own.
-                drop(out.backward());
-            }
-            B::sync(&device)?;
-            Ok(start.elapsed().as_secs_f64() / iterations as f64)
-        };
-        run(args.warmup)?;
-        let seconds = run(args.iterations.max(1))?;
+    let cp = ContextParallel::new(groups, config.clone())?;
+    let device = B::Device::of_rank(rank)?;
+    let (shape, options) = (args.shape(), AttentionOptions::causal());
+    let ids = TensorData::zeros::<i64, _>([1, documents.seq_len()]);
+    let batch = SequenceBatch::<B>::from_ids(ids).with_documents(documents.clone());
+    let step = cp.shard_in_order(batch, &device, ProgramOrder::new())?;
+    let taken = step.exchange(&shape, &options)?;
+    let received_bytes =
+        step.attention_call(&options).elements_received(&shape)? * shape.bytes_per_element;
+    let random = |heads: usize| {
+        let size = [1, heads, step.local_len(), shape.head_dim];
+        let tensor = Tensor::<B, 4>::random(
+            size,
+            Distribution::Normal(0.0, 1.0),
+            (&device, args.dtype()),
+        );
+        tensor.require_grad()
+    };
+    let [q, k, v] = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads].map(random);
+    let run = |iterations: usize| -> Result<f64, AnyError> {
+        B::sync(&device)?;
         step.group().barrier()?;
-        drop((q, k, v, step));
-        // Each thread has a pool of its own, which nobody uses when it is gone.
-        B::memory_cleanup(&device);
-        Ok(Measured {
-            seconds,
-            received_bytes,
-            taken,
-        })
-    })?;
-    let received_bytes = ranks.iter().map(|rank| rank.received_bytes).sum();
-    let seconds = ranks.iter().map(|rank| rank.seconds).fold(0.0, f64::max);
-    let taken = ranks.first().ok_or("no rank")?.taken;
+        let start = Instant::now();
+        for _ in 0..iterations {
+            let out = step.attention(q.clone(), k.clone(), v.clone(), &options);
+            // With a gradient of ones, as of a sum, which takes time of its own.
+            drop(out.backward());
+        }
+        B::sync(&device)?;
+        Ok(start.elapsed().as_secs_f64() / iterations as f64)
+    };
+    run(args.warmup)?;
+    let seconds = run(args.iterations.max(1))?;
+    step.group().barrier()?;
+    drop((q, k, v, step));
+    // Of other sizes than the next ones.
+    B::memory_cleanup(&device);
     Ok(Measured {
         seconds,
         received_bytes,
@@ -260,31 +258,60 @@ where
     })
 }
 
+/// For each configuration the slowest rank's mean step and what all ranks received in a forward pass, or why it cannot be done. All
+/// by the same threads: each has pools of its own on the device and on the host, which nobody uses when it is gone.
+fn measure<B>(
+    args: &Args,
+    documents: &Documents,
+    world_size: usize,
+    configs: &[ContextParallelConfig],
+) -> Result<Vec<Result<Measured, String>>, AnyError>
+where
+    B: AutodiffBackend + ContextParallelBackend,
+    B::Device: RankDevice,
+{
+    let mesh = DeviceMesh::new([("cp", world_size)])?;
+    let ranks = launch::threads(world_size, |rank| -> Result<_, AnyError> {
+        let groups = comm::bind(&mesh, &rank)?;
+        // What a strategy cannot do is refused before anything moves, on every rank alike.
+        let one = |config| measure_on::<B>(args, documents, (&rank, &groups), config);
+        let all = configs
+            .iter()
+            .map(|config| one(config).map_err(|error| error.to_string()));
+        Ok(all.collect::<Vec<_>>())
+    })?;
+    let mut ranks = ranks.into_iter();
+    let first = ranks.next().ok_or("no rank")?;
+    Ok(ranks.fold(first, |all, rank| {
+        let pairs = all.into_iter().zip(rank);
+        pairs.map(|(all, rank)| Ok(all?.with(&rank?))).collect()
+    }))
+}
+
 fn compare<B>(args: &Args, name: &str, documents: &Documents) -> Result<(), AnyError>
 where
     B: AutodiffBackend + ContextParallelBackend,
     B::Device: RankDevice,
 {
-    let one = measure::<B>(
-        args,
-        documents,
-        1,
-        &args.config(ExchangeStrategy::NeededOnly, false),
-    )?;
+    let alone = args.config(ExchangeStrategy::NeededOnly, false);
+    let mut one = measure::<B>(args, documents, 1, &[alone])?;
+    let one = one.swap_remove(0)?;
     println!("{name}: one rank {:.2} ms", one.seconds * 1e3);
     println!("  strategy         overlap        ms  ratio  MB received");
-    let auto = measure::<B>(
-        args,
-        documents,
-        args.ranks,
-        &args.config(ExchangeStrategy::Auto, false),
-    )?;
-    for (strategy, overlap) in args.exchanges() {
+    let exchanges = args.exchanges();
+    let configs: Vec<_> = [(ExchangeStrategy::Auto, false)]
+        .iter()
+        .chain(&exchanges)
+        .map(|(strategy, overlap)| args.config(*strategy, *overlap))
+        .collect();
+    let mut all = measure::<B>(args, documents, args.ranks, &configs)?.into_iter();
+    let auto = all.next().ok_or("no configuration")??.taken;
+    for ((strategy, overlap), measured) in exchanges.into_iter().zip(all) {
         let label = format!("{strategy:?}");
         let on = if overlap { "on" } else { "off" };
-        match measure::<B>(args, documents, args.ranks, &args.config(strategy, overlap)) {
+        match measured {
             Ok(many) => {
-                let star = if strategy == auto.taken { "*" } else { " " };
+                let star = if strategy == auto { "*" } else { " " };
                 println!(
                     "{star} {label:16} {on:7} {:9.2} {:6.2} {:12.3}",
                     many.seconds * 1e3,

@@ -338,6 +338,10 @@ where
             reads = num_host_reads() - reads;
             B::sync(&device)?;
             loss_value = loss.into_data().iter::<f64>().sum();
+            if !f64::is_finite(loss_value) {
+                // Where a device has no memory left, the error is not always the first thing that is seen.
+                return Err(format!("expected a finite loss, got {loss_value}").into());
+            }
         }
     }
     let seconds = start.elapsed().as_secs_f64() / f64::from(args.steps.max(1));

@@ -375,8 +375,12 @@ impl<B: Backend> Payload<B> {
         if first.is_empty() {
             return Some(first);
         }
+        let Some(second) = parts.next() else {
+            return Some(first);
+        };
         let dtype = first.dtype();
-        let total = parts.fold(first.widened(), |total, part| total.add(part.widened()));
+        let total = first.widened().add(second.widened());
+        let total = parts.fold(total, |total, part| total.add(part.widened()));
         Some(total.narrowed(dtype))
     }
 }

@@ -4,6 +4,8 @@
 //! CubeCL gives each thread a stream of its own. A buffer that one rank hands to another by reference may be reused by its owner before
 //! the other's commands that read it are submitted, so nothing of a device is shared here.
 
+use std::sync::{Mutex, PoisonError};
+
 use burn::tensor::{Shape, TensorData, backend::Backend};
 
 use super::{
@@ -41,8 +43,22 @@ pub fn start_through_host<B: Backend>(
     Pending::new(move || later().unwrap_or_else(|error| error.raise()))
 }
 
-/// What a rank leaves: values, and the ranks that take them.
-type Messages = Vec<(Vec<usize>, TensorData)>;
+/// Values that a rank leaves.
+struct Message {
+    takers: Vec<usize>,
+    /// Gone when its one taker has taken it; several copy it.
+    values: Mutex<Option<TensorData>>,
+}
+
+impl Message {
+    fn take(&self) -> Option<TensorData> {
+        let mut values = self.values.lock().unwrap_or_else(PoisonError::into_inner);
+        match self.takers.len() {
+            1 => values.take(),
+            _ => values.clone(),
+        }
+    }
+}
 
 /// Memory of the host that all ranks see.
 struct SharedWire<'a> {
@@ -58,8 +74,11 @@ impl<B: Backend> Wire<B> for SharedWire<'_> {
         receives: Vec<(usize, Shape)>,
         like: &Payload<B>,
     ) -> Result<Later<Vec<Payload<B>>>, CommError> {
-        let read = |(destinations, rows)| (destinations, read_to_host(rows));
-        let messages: Messages = sends.into_iter().map(read).collect();
+        let read = |(takers, rows)| Message {
+            takers,
+            values: Mutex::new(Some(read_to_host(rows))),
+        };
+        let messages: Vec<Message> = sends.into_iter().map(read).collect();
         let posted = self
             .group
             .post(self.number, self.signature.clone(), messages)?;
@@ -67,10 +86,12 @@ impl<B: Backend> Wire<B> for SharedWire<'_> {
         Ok(Box::new(move || {
             let ranks = posted.wait()?;
             let take = |(source, shape): (usize, Shape)| {
-                let mine = (ranks[source].iter()).find(|(takers, _)| takers.contains(&rank));
+                let mine = ranks[source]
+                    .iter()
+                    .find(|sent| sent.takers.contains(&rank));
                 // The ranks' signatures are equal, so that they carry out one plan.
-                let (_, values) = mine.expect("a rank leaves what others take");
-                let mut values = values.clone();
+                let values = mine.and_then(Message::take);
+                let mut values = values.expect("a rank leaves what others take");
                 values.shape = shape;
                 like.with_values(values)
             };
