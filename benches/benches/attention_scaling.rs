@@ -1,7 +1,8 @@
 //! Attention over sequences sharded over ranks, forward and backward: one rank against many under every exchange strategy.
 //!
 //! `cargo bench -p burn-cp-benches --bench attention_scaling -- --ranks 4 --tokens 2048`; with `--features cuda`, `--device cuda`: ranks
-//! are threads, each with a GPU of its own where there are enough, else they share one and exchange through the host. Prints a line
+//! are threads, each with a GPU of its own where there are enough, else they share one and exchange through the host, as those of
+//! `--features wgpu`, `--device wgpu` always do. Prints a line
 //! per strategy with the time of the slowest rank, its ratio to one rank, and what all ranks together receive in a forward pass. A star
 //! marks what `auto` takes.
 
@@ -32,6 +33,7 @@ type AnyError = Box<dyn Error + Send + Sync>;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Device {
     Cpu,
+    Wgpu,
     Cuda,
 }
 
@@ -358,6 +360,10 @@ fn main() -> Result<(), AnyError> {
     let args = Args::parse();
     match args.device {
         Device::Cpu => run::<burn::backend::Flex>(&args),
+        #[cfg(feature = "wgpu")]
+        Device::Wgpu => run::<burn::backend::Wgpu<f32, i32>>(&args),
+        #[cfg(not(feature = "wgpu"))]
+        Device::Wgpu => Err("built without the feature `wgpu`".into()),
         #[cfg(feature = "cuda")]
         Device::Cuda => {
             run::<burn_cubecl::CubeBackend<cubecl::cuda::CudaRuntime, f32, i32, u8>>(&args)
