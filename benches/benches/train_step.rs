@@ -6,7 +6,7 @@
 use std::{error::Error, slice, time::Instant};
 
 use burn::{
-    backend::Autodiff,
+    backend::{Autodiff, autodiff::checkpoint::strategy::BalancedCheckpointing},
     module::{Module, ModuleMapper, Param},
     optim::{AdamWConfig, GradientsParams, Optimizer},
     tensor::{
@@ -31,7 +31,7 @@ use burn_cp_benches::{Device, Launch, launched, log_normal_lengths};
 use burn_cp_examples::{
     finetune::linear_cross_entropy,
     models::qwen3_vl::{Qwen3Vl, Qwen3VlConfig, mrope_positions},
-    train::TrainBackend,
+    train::{Checkpointing, TrainBackend},
 };
 use clap::{Parser, ValueEnum};
 #[cfg(feature = "cuda")]
@@ -102,6 +102,9 @@ struct Args {
     /// Give image embeddings only to the ranks that own their tokens
     #[arg(long)]
     deliver: bool,
+    /// What the backward pass computes again instead of keeping it
+    #[arg(long, value_enum, default_value_t = Checkpointing::None)]
+    checkpointing: Checkpointing,
     /// Logits of how many tokens exist at a time; 0: all
     #[arg(long, default_value_t = 0)]
     chunk: usize,
@@ -361,15 +364,25 @@ where
     Ok(())
 }
 
+fn run<B>(args: &Args) -> Result<(), Box<dyn Error>>
+where
+    Autodiff<B>: TrainBackend<Device: RankDevice>,
+    Autodiff<B, BalancedCheckpointing>: TrainBackend<Device: RankDevice>,
+    B: Backend,
+{
+    launched(args.launch, args.device, args.ranks, |context| {
+        match args.checkpointing {
+            Checkpointing::None => rank::<Autodiff<B>>(&context, args),
+            Checkpointing::Balanced => rank::<Autodiff<B, BalancedCheckpointing>>(&context, args),
+        }
+    })
+}
+
 fn main() -> Result<(), Box<dyn Error>> {
     let args = Args::parse();
     match args.device {
-        Device::Cpu => launched(args.launch, args.device, args.ranks, |context| {
-            rank::<Autodiff<burn::backend::Flex>>(&context, &args)
-        }),
+        Device::Cpu => run::<burn::backend::Flex>(&args),
         #[cfg(feature = "cuda")]
-        Device::Cuda => launched(args.launch, args.device, args.ranks, |context| {
-            rank::<Autodiff<burn::backend::Cuda<burn::tensor::bf16, i32>>>(&context, &args)
-        }),
+        Device::Cuda => run::<burn::backend::Cuda<burn::tensor::bf16, i32>>(&args),
     }
 }
