@@ -205,13 +205,14 @@ impl Args {
     }
 }
 
-/// One rank's step under one configuration.
+/// One rank's step under one configuration, or why there is none: that is refused before anything moves, on every rank alike. Whatever
+/// fails later ends the world.
 fn measure_on<B>(
     args: &Args,
     documents: &Documents,
     (rank, groups): (&RankContext, &Groups),
     config: &ContextParallelConfig,
-) -> Result<Measured, AnyError>
+) -> Result<Result<Measured, String>, AnyError>
 where
     B: AutodiffBackend + ContextParallelBackend,
     B::Device: RankDevice,
@@ -222,7 +223,10 @@ where
     let ids = TensorData::zeros::<i64, _>([1, documents.seq_len()]);
     let batch = SequenceBatch::<B>::from_ids(ids).with_documents(documents.clone());
     let step = cp.shard_in_order(batch, &device, ProgramOrder::new())?;
-    let taken = step.exchange(&shape, &options)?;
+    let taken = match step.exchange(&shape, &options) {
+        Ok(taken) => taken,
+        Err(error) => return Ok(Err(error.to_string())),
+    };
     let received_bytes =
         step.attention_call(&options).elements_received(&shape)? * shape.bytes_per_element;
     let random = |heads: usize| {
@@ -253,11 +257,11 @@ where
     drop((q, k, v, step));
     // Of other sizes than the next ones.
     B::memory_cleanup(&device);
-    Ok(Measured {
+    Ok(Ok(Measured {
         seconds,
         received_bytes,
         taken,
-    })
+    }))
 }
 
 /// For each configuration the slowest rank's mean step and what all ranks received in a forward pass, or why it cannot be done. All
@@ -275,12 +279,8 @@ where
     let mesh = DeviceMesh::new([("cp", world_size)])?;
     let ranks = launch::threads(world_size, |rank| -> Result<_, AnyError> {
         let groups = comm::bind(&mesh, &rank)?;
-        // What a strategy cannot do is refused before anything moves, on every rank alike.
         let one = |config| measure_on::<B>(args, documents, (&rank, &groups), config);
-        let all = configs
-            .iter()
-            .map(|config| one(config).map_err(|error| error.to_string()));
-        Ok(all.collect::<Vec<_>>())
+        configs.iter().map(one).collect::<Result<Vec<_>, _>>()
     })?;
     let mut ranks = ranks.into_iter();
     let first = ranks.next().ok_or("no rank")?;

@@ -77,6 +77,7 @@ def flash_over(documents, frame, device):
 def batch(config, lengths, side, device):
     """Ids, labels, positions `[3, 1, tokens]`, pixels and grids as `train_step` makes them."""
     merge = config.vision_config.spatial_merge_size
+    side = -(-side // merge) * merge
     num_image = (side // merge) ** 2
     ids, labels, positions, grids = [], [], [], []
     for d, length in enumerate(lengths):

@@ -1,22 +1,22 @@
 //! Collectives among threads whose devices have no connection of their own: the rows that a rank takes pass through the host, and it
-//! computes its own result from them on its device, with the arithmetic of threads.
+//! computes its own result from them on its device, with the arithmetic of threads. A sum holds the parts of all ranks at once.
 //!
 //! CubeCL gives each thread a stream of its own. A buffer that one rank hands to another by reference may be reused by its owner before
 //! the other's commands that read it are submitted, so nothing of a device is shared here.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use burn::tensor::{Shape, TensorData, backend::Backend};
 
 use super::{
     Call, Collective, Payload, Pending,
     host_read::read_to_host,
-    start_on_threads,
+    start_by_messages, start_on_threads,
     wire::{Later, Wire},
 };
-use crate::comm::{CommError, ProcessGroup, Signature};
+use crate::comm::{CommError, ProcessGroup, Signature, Transport};
 
-/// Starts a collective through the host; each rank waits for its device first. A group of one moves nothing.
+/// Starts a collective through the host; each rank waits for its device first. A group of one moves nothing; processes send messages.
 ///
 /// Every rank of `group` must call it. A failure ends the rank with a typed panic.
 ///
@@ -28,8 +28,10 @@ pub fn start_through_host<B: Backend>(
     group: &ProcessGroup,
     call: Call,
 ) -> Pending<B> {
-    if group.size() == 1 {
-        return start_on_threads(payload, op, group, call);
+    match group.transport() {
+        Transport::Solo => return start_on_threads(payload, op, group, call),
+        Transport::Processes => return start_by_messages(payload, op, group, call),
+        Transport::Threads => {}
     }
     let rank = group.rank();
     let mut wire = SharedWire {
@@ -46,17 +48,29 @@ pub fn start_through_host<B: Backend>(
 /// Values that a rank leaves.
 struct Message {
     takers: Vec<usize>,
-    /// Gone when its one taker has taken it; several copy it.
-    values: Mutex<Option<TensorData>>,
+    /// How many have taken them. The last one gets them, the others copies.
+    values: Mutex<(usize, Option<Arc<TensorData>>)>,
 }
 
 impl Message {
+    fn new(takers: Vec<usize>, values: TensorData) -> Self {
+        Self {
+            takers,
+            values: Mutex::new((0, Some(Arc::new(values)))),
+        }
+    }
+
     fn take(&self) -> Option<TensorData> {
         let mut values = self.values.lock().unwrap_or_else(PoisonError::into_inner);
-        match self.takers.len() {
-            1 => values.take(),
-            _ => values.clone(),
-        }
+        values.0 += 1;
+        let shared = if values.0 == self.takers.len() {
+            values.1.take()
+        } else {
+            values.1.clone()
+        };
+        // Nobody waits for a copy.
+        drop(values);
+        shared.map(Arc::unwrap_or_clone)
     }
 }
 
@@ -74,10 +88,7 @@ impl<B: Backend> Wire<B> for SharedWire<'_> {
         receives: Vec<(usize, Shape)>,
         like: &Payload<B>,
     ) -> Result<Later<Vec<Payload<B>>>, CommError> {
-        let read = |(takers, rows)| Message {
-            takers,
-            values: Mutex::new(Some(read_to_host(rows))),
-        };
+        let read = |(takers, rows)| Message::new(takers, read_to_host(rows));
         let messages: Vec<Message> = sends.into_iter().map(read).collect();
         let posted = self
             .group
@@ -97,5 +108,19 @@ impl<B: Backend> Wire<B> for SharedWire<'_> {
             };
             Ok(receives.into_iter().map(take).collect())
         }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_taker_gets_the_values_once() {
+        let values = TensorData::from([1.0f32, 2.0]);
+        let message = Message::new(vec![0, 2], values.clone());
+        assert_eq!(message.take(), Some(values.clone()));
+        assert_eq!(message.take(), Some(values));
+        assert_eq!(message.take(), None);
     }
 }
