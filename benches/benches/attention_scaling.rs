@@ -255,7 +255,7 @@ where
     let seconds = run(args.iterations.max(1))?;
     step.group().barrier()?;
     drop((q, k, v, step));
-    // Of other sizes than the next ones.
+    // Every strategy starts without the memory of the one before.
     B::memory_cleanup(&device);
     Ok(Ok(Measured {
         seconds,
