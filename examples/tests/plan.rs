@@ -89,6 +89,27 @@ fn every_layout_meets_every_exchange_and_one_wins() {
 }
 
 #[test]
+fn of_exchanges_that_end_at_once_the_one_that_moves_least_wins() {
+    let args = "--lengths 1900,300,1896 --ranks 2 --tflops 20 --layout";
+    let args: Vec<_> = args.split(' ').collect();
+    for layout in ["contiguous", "head-tail"] {
+        let outcomes = json(&[&args[..], &[layout]].concat());
+        let time = |outcome: &Value| outcome["predicted_ms"].as_f64();
+        let moved = |outcome: &Value| {
+            let ranks = outcome["ranks"].as_array().expect("ranks").iter();
+            ranks.map(|rank| rank["bytes_in"].as_u64()).max()
+        };
+        let winner = outcomes.iter().find(|outcome| outcome["winner"] == true);
+        let winner = winner.expect("one wins");
+        let as_fast = outcomes.iter().filter(|other| time(other) == time(winner));
+        assert!(as_fast.clone().count() > 1, "{outcomes:?}");
+        for other in as_fast {
+            assert!(moved(winner) <= moved(other), "{other}");
+        }
+    }
+}
+
+#[test]
 fn the_table_says_what_the_json_says_and_marks_the_winner() {
     let table = succeed(&PACK);
     for word in [

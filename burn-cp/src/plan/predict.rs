@@ -198,8 +198,8 @@ impl AttentionPlan {
         } else {
             0.0
         };
-        let pass =
-            |compute: f64, transfer: f64| compute + transfer - transfer.min(compute * hidden);
+        // What is hidden costs exactly nothing.
+        let pass = |compute: f64, transfer: f64| compute + (transfer - compute * hidden).max(0.0);
         let copy_ms = if bytes.received == 0 && bytes.sent == 0 {
             0.0
         } else {

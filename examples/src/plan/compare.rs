@@ -1,6 +1,6 @@
 //! What each layout with each exchange costs.
 
-use std::sync::Arc;
+use std::{borrow::Borrow, sync::Arc};
 
 use burn_cp::{
     layout::{Documents, Visibility, least_kv_received},
@@ -102,16 +102,8 @@ pub fn compare(args: &PlanArgs, world_size: usize) -> Result<Comparison, PlanCom
             planned.ok().and_then(|plans| plans.into_iter().next()),
         ));
     }
-    let fastest = |best: Option<usize>, index: usize| {
-        let time = |index: usize| outcomes[index].predicted_ms.unwrap_or(f64::INFINITY);
-        match best {
-            _ if time(index).is_infinite() => best,
-            Some(best) if time(best) <= time(index) => Some(best),
-            _ => Some(index),
-        }
-    };
-    if let Some(best) = (0..outcomes.len()).fold(None, fastest) {
-        outcomes[best].winner = true;
+    if let Some(best) = fastest(outcomes.iter_mut()) {
+        best.winner = true;
     }
     Ok(Comparison {
         outcomes,
@@ -122,6 +114,24 @@ pub fn compare(args: &PlanArgs, world_size: usize) -> Result<Comparison, PlanCom
             packs.iter().flatten().sum(),
         ],
         world_size,
+    })
+}
+
+/// The possible outcome that is predicted to end first; of several the one whose busiest rank receives least.
+pub(super) fn fastest<O: Borrow<Outcome>>(outcomes: impl Iterator<Item = O>) -> Option<O> {
+    let possible = outcomes.filter(|outcome| outcome.borrow().predicted_ms.is_some());
+    let cost = |outcome: &O| {
+        let Outcome {
+            predicted_ms,
+            ranks,
+            ..
+        } = outcome.borrow();
+        let busiest = ranks.iter().map(|rank| rank.bytes_in).max();
+        (predicted_ms.unwrap_or(f64::INFINITY), busiest)
+    };
+    possible.min_by(|a, b| {
+        let (a, b) = (cost(a), cost(b));
+        a.0.total_cmp(&b.0).then(a.1.cmp(&b.1))
     })
 }
 

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use clap::Args;
 use serde::Serialize;
 
-use super::{Outcome, PlanArgs, PlanCommandError, compare, to_json};
+use super::{Outcome, PlanArgs, PlanCommandError, compare, compare::fastest, to_json};
 
 /// Flags of `simulate`.
 #[derive(Debug, Clone, Args)]
@@ -63,12 +63,8 @@ pub fn simulate(args: &SimulateArgs) -> Result<String, PlanCommandError> {
                 .outcomes
                 .iter()
                 .filter(|outcome| outcome.layout == layout.name());
-            let possible = of_layout
-                .clone()
-                .filter(|outcome| outcome.predicted_ms.is_some());
-            let time = |outcome: &&Outcome| outcome.predicted_ms.unwrap_or(f64::INFINITY);
             let world_size = comparison.world_size;
-            match possible.min_by(|a, b| time(a).total_cmp(&time(b))) {
+            match fastest(of_layout.clone()) {
                 Some(best) => line(&mut text, world_size, best),
                 None => {
                     let reason = of_layout

@@ -265,3 +265,26 @@ fn the_fraction_of_keys_received_is_one_where_a_rank_needs_all() {
     );
     assert_eq!(plan(&ids(&[16], 0), 1, MaskKind::CAUSAL).kv_fraction(), 0.0);
 }
+
+#[test]
+fn exchanges_that_are_hidden_cost_nothing_so_that_the_one_that_moves_least_is_chosen() {
+    let overlapped = Hardware {
+        overlap: true,
+        ..Hardware::default()
+    };
+    for tflops in 1..=50 {
+        let hardware = Hardware {
+            tflops: tflops.into(),
+            ..overlapped
+        };
+        let plan = plan(&ids(&[1900, 300, 1896], 0), 2, MaskKind::CAUSAL);
+        let cost = |strategy| plan.predict(strategy, &SHAPE, &hardware).unwrap();
+        let (needed, all) = (
+            cost(ExchangeStrategy::NeededOnly),
+            cost(ExchangeStrategy::AllGather),
+        );
+        assert_eq!(needed.predicted_ms, all.predicted_ms);
+        let chosen = plan.choose(&SHAPE, &hardware);
+        assert_eq!(chosen, ExchangeStrategy::NeededOnly, "at {tflops} TFLOP/s");
+    }
+}
