@@ -26,7 +26,7 @@ pub use device::{device, enter_rank};
 pub use forms::Form;
 pub use host::{Host, bools_as_ints, floats, ints, relative_error, to_bits};
 pub use random::Random;
-pub use worlds::{backward, on_groups, on_ranks, sharder, with_deadline};
+pub use worlds::{DEADLINE, backward, on_groups, on_ranks, sharder, with_deadline};
 
 /// The guide's code, compiled and run.
 #[cfg(doctest)]

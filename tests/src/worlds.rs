@@ -9,8 +9,9 @@ use burn_cp::{
     mesh::DeviceMesh,
     sharder::{ContextParallel, ContextParallelConfig},
 };
+use burn_cp_examples::train::Device;
 
-use crate::enter_rank;
+use crate::{DEVICE, enter_rank};
 
 /// Runs `f` on every rank of a mesh and returns the results in rank order; a rank waits for its peers for so long at most.
 ///
@@ -39,6 +40,12 @@ pub fn with_deadline<T: Send>(
 pub fn on_groups<T: Send>(axes: &[(&str, usize)], f: impl Fn(Groups) -> T + Sync) -> Vec<T> {
     with_deadline(axes, Duration::from_secs(60), f).unwrap_or_else(|error| panic!("{error}"))
 }
+
+/// The deadline of worlds that are to end before it. A device makes kernels for many tests at once.
+pub const DEADLINE: Duration = Duration::from_secs(match DEVICE {
+    Device::Cpu => 5,
+    _ => 60,
+});
 
 /// Runs `f` on every rank of one group and returns the results in rank order.
 ///

@@ -13,17 +13,12 @@ use burn_cp::{
     nn::{ContextParallelAttentionConfig, NnError},
     sharder::{ContextParallel, ContextParallelConfig, StepError},
 };
-use burn_cp_examples::train::Device;
-use burn_cp_tests::{DEVICE, TestBackend, device, sharder, with_deadline};
+use burn_cp_tests::{DEADLINE, TestBackend, device, sharder, with_deadline};
 
 pub(crate) type B = TestBackend;
 
-const DEADLINE: Duration = Duration::from_secs(5);
-/// Well before it. A device makes kernels meanwhile, and other tests use it.
-const SOON: Duration = Duration::from_millis(match DEVICE {
-    Device::Cpu => 2_500,
-    _ => 4_900,
-});
+/// Well before the deadline.
+const SOON: Duration = Duration::from_millis(DEADLINE.as_secs() * 500);
 
 /// Shards a batch on two ranks, both of which must refuse it, alike, and long before the deadline.
 pub(crate) fn refused_with(

@@ -1,7 +1,5 @@
 //! A batch that one rank has read reaches all ranks of its group.
 
-use std::time::Duration;
-
 use burn::{
     backend::Autodiff,
     tensor::{Bool, Float, Int, Tensor, TensorData},
@@ -12,7 +10,9 @@ use burn_cp::{
     layout::{Documents, LayoutPolicy},
     sharder::{ContextParallelConfig, CpStep},
 };
-use burn_cp_tests::{TestBackend, device, floats, ints, on_groups, sharder, with_deadline};
+use burn_cp_tests::{
+    DEADLINE, TestBackend, device, floats, ints, on_groups, sharder, with_deadline,
+};
 
 use crate::steps::config;
 
@@ -130,7 +130,7 @@ fn a_batch_on_no_rank_or_on_the_wrong_one_is_the_same_error_everywhere() {
         (vec![0], "got [0]"),
         (vec![0, 1], "got [0, 1]"),
     ] {
-        let errors = with_deadline(&[("cp", 3)], Duration::from_secs(5), |groups| {
+        let errors = with_deadline(&[("cp", 3)], DEADLINE, |groups| {
             let cp = sharder(&groups, declared());
             let own = giving
                 .contains(&cp.group().rank())

@@ -1,11 +1,8 @@
 //! What a model does not declare to support never reaches it; and what needs no declaration, since every layout has it.
 
-use std::{
-    sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering},
-    },
-    time::Duration,
+use std::sync::{
+    Arc,
+    atomic::{AtomicUsize, Ordering},
 };
 
 use burn::{
@@ -25,7 +22,9 @@ use burn_cp::{
     },
     vision::VisionShardingConfig,
 };
-use burn_cp_tests::{Random, TestBackend, device, on_groups, sharder, to_bits, with_deadline};
+use burn_cp_tests::{
+    DEADLINE, Random, TestBackend, device, on_groups, sharder, to_bits, with_deadline,
+};
 
 type B = TestBackend;
 
@@ -196,7 +195,7 @@ fn a_configuration_that_a_model_does_not_support_is_refused_without_waiting_for_
         ..Default::default()
     };
     let capabilities = ModelCapabilities::text().with_media();
-    let outcome = with_deadline(&[("cp", 2)], Duration::from_secs(5), |groups| {
+    let outcome = with_deadline(&[("cp", 2)], DEADLINE, |groups| {
         let cp = sharder(&groups, config.clone());
         // The other rank never comes.
         (groups.global_rank() == 0).then(|| SequenceSharded::new(model(capabilities), &cp).err())

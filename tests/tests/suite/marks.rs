@@ -5,8 +5,6 @@
     reason = "lists of one token range are what these tests are about"
 )]
 
-use std::time::Duration;
-
 use burn::tensor::{Tensor, TensorData};
 use burn_cp::{
     attention::AttentionOptions,
@@ -17,7 +15,7 @@ use burn_cp::{
         ContextParallel, ContextParallelConfig, CpStep, ModelCapabilities, StepError, Violation,
     },
 };
-use burn_cp_tests::{device, head_dim, on_groups, sharder, span_tokens, with_deadline};
+use burn_cp_tests::{DEADLINE, device, head_dim, on_groups, sharder, span_tokens, with_deadline};
 
 use crate::{
     bad_input::{B, ids, refused},
@@ -284,7 +282,7 @@ fn masks_that_cannot_be_planned_are_errors_that_name_the_pair_on_every_rank() {
 
 #[test]
 fn ranks_whose_batches_differ_in_spans_alone_do_not_agree() {
-    let result = with_deadline(&[("cp", 3)], Duration::from_secs(5), |groups| {
+    let result = with_deadline(&[("cp", 3)], DEADLINE, |groups| {
         let rank = groups.world().unwrap().rank();
         let cp = sharder(&groups, ContextParallelConfig::default());
         let spans = std::iter::once(1..3 + rank / 2).collect();

@@ -2,8 +2,6 @@
 
 mod gated;
 
-use std::time::Duration;
-
 use burn::{
     backend::{Autodiff, NdArray},
     tensor::{DType, Tensor, TensorData},
@@ -16,7 +14,7 @@ use burn_cp::{
     sharder::{ContextParallelConfig, Coordinates, CpStep},
 };
 use burn_cp_tests::{
-    Host, Random, backward, device, floats, on_groups, random_documents, random_layout,
+    DEADLINE, Host, Random, backward, device, floats, on_groups, random_documents, random_layout,
     random_placement, relative_error, sharder, with_deadline,
 };
 
@@ -458,7 +456,7 @@ fn nothing_travels_where_no_document_crosses_a_border() {
         layout: LayoutPolicy::Contiguous { multiple: 1 },
         world_size: 2,
     };
-    with_deadline(&[("cp", 2)], Duration::from_secs(5), |groups| {
+    with_deadline(&[("cp", 2)], DEADLINE, |groups| {
         let recurrence = case.step(&groups).recurrence();
         assert!(!recurrence.straddles());
         if recurrence.step().group().rank() == 0 {

@@ -3,8 +3,6 @@
 mod packed;
 mod training;
 
-use std::time::Duration;
-
 use burn::{
     backend::{Autodiff, NdArray},
     tensor::{DType, Tensor},
@@ -19,7 +17,7 @@ use burn_cp::{
     },
 };
 use burn_cp_tests::{
-    Host, Random, TestBackend, backward, device, ints, on_groups, sharder, with_deadline,
+    DEADLINE, Host, Random, TestBackend, backward, device, ints, on_groups, sharder, with_deadline,
 };
 
 use crate::verbs::panic_of;
@@ -211,7 +209,7 @@ fn refused(lengths: &[Vec<[usize; 2]>], num_chunks: usize) -> StepError {
         positions: vec![0; 3 * size[0] * 8],
         lengths: lengths.to_vec(),
     };
-    let errors = with_deadline(&[("cp", 2)], Duration::from_secs(5), |groups| {
+    let errors = with_deadline(&[("cp", 2)], DEADLINE, |groups| {
         let cp = ThdSharder::new(sharder(&groups, config()), in_chunks(num_chunks)).unwrap();
         let error = cp.shard(packed.batch::<TestBackend>(), vec![], &device());
         // The group still works: nothing was half done.
@@ -251,7 +249,7 @@ fn documents_that_two_ranks_cannot_share_are_refused_alike_and_before_anything_i
 #[test]
 fn ranks_that_cut_a_batch_differently_are_told() {
     let packed = Packed::random(&mut Random::new(3), 2, 4);
-    let failed = with_deadline(&[("cp", 2)], Duration::from_secs(5), |groups| {
+    let failed = with_deadline(&[("cp", 2)], DEADLINE, |groups| {
         let chunks = in_chunks(1 + groups.world().unwrap().rank());
         let cp = ThdSharder::new(sharder(&groups, config()), chunks.clone()).unwrap();
         let media = packed.slots(chunks.num_chunks);
