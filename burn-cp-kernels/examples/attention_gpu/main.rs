@@ -6,6 +6,7 @@
 //! cargo build --release -p burn-cp-kernels --example attention_gpu --features cuda,reference,burn/autotune
 //! attention_gpu check bits far time burn      # any of these; all without arguments
 //! attention_gpu only=tensor_core check time   # of one routine
+//! attention_gpu tokens=1024,8192 burn         # of such lengths
 //! compute-sanitizer --tool racecheck attention_gpu small
 //! ```
 //!
@@ -33,11 +34,22 @@ fn wanted(routine: Routine) -> bool {
 }
 
 fn main() -> ExitCode {
-    let (only, mut asked): (Vec<String>, Vec<String>) = std::env::args()
-        .skip(1)
-        .partition(|word| word.starts_with("only="));
-    if let Some(only) = only.first() {
-        ONLY.get_or_init(|| only["only=".len()..].to_owned());
+    let mut asked = Vec::new();
+    let mut lengths = vec![1024, 2048, 4096, 8192];
+    for word in std::env::args().skip(1) {
+        match word.split_once('=') {
+            Some(("only", routine)) => {
+                ONLY.get_or_init(|| routine.to_owned());
+            }
+            Some(("tokens", list)) => match list.split(',').map(str::parse).collect() {
+                Ok(list) => lengths = list,
+                Err(error) => {
+                    eprintln!("expected numbers of tokens, got {list}: {error}");
+                    return ExitCode::from(2);
+                }
+            },
+            _ => asked.push(word),
+        }
     }
     if asked.is_empty() {
         asked = ["check", "bits", "far", "time", "burn"]
@@ -53,7 +65,7 @@ fn main() -> ExitCode {
             "bits" => failures += correct::bits(),
             "far" => failures += correct::far(),
             "time" => speed::routines(),
-            "burn" => speed::against_burn(),
+            "burn" => speed::against_burn(&lengths),
             "portable" => speed::portable(),
             other => {
                 eprintln!("expected check, small, bits, far, time, portable or burn, got {other}");

@@ -8,7 +8,7 @@ use burn::{
     tensor::{
         DType, Distribution, FloatDType, Tensor,
         backend::Backend,
-        bf16, module,
+        module,
         ops::{AttentionModuleOptions, FloatTensor, FloatTensorOps},
     },
 };
@@ -207,26 +207,29 @@ pub(crate) fn portable() {
     time(&works()[0], Routine::Portable, FloatDType::F32);
 }
 
-type Fused = Autodiff<burn::backend::Cuda<bf16, i32>>;
+type Fused = Autodiff<burn::backend::Cuda<f32, i32>>;
 
-/// Burn's attention and ours on the same problems under autodiff, with fusion. Burn holds all scores at once and tries its kernels on them,
-/// which takes minutes.
-pub(crate) fn against_burn() {
-    for tokens in [8192, 1024] {
-        against_burn_at(tokens);
+/// Burn's attention and ours on the same problems under autodiff, with fusion. Burn holds all scores at once and, with its `autotune`, tries
+/// its kernels on them, which takes minutes.
+pub(crate) fn against_burn(lengths: &[usize]) {
+    for &tokens in lengths {
+        for dtype in [DType::F32, DType::BF16] {
+            against_burn_at(tokens, dtype);
+        }
     }
 }
 
-fn against_burn_at(tokens: usize) {
+fn against_burn_at(tokens: usize, dtype: DType) {
     let (heads, head_dim) = (16, 128);
     let problem = format!(
-        "one document of {tokens}, heads {heads}, head_dim {head_dim}, bf16, causal, Autodiff<Cuda>"
+        "one document of {tokens}, heads {heads}, head_dim {head_dim}, {dtype:?}, causal, Autodiff<Cuda>"
     );
     let device = Default::default();
     let segments = documents(&[tokens]);
     let leaf = || {
         let normal = Distribution::Normal(0.0, 1.0);
-        Tensor::<Fused, 4>::random([1, heads, tokens, head_dim], normal, &device)
+        let shape = [1, heads, tokens, head_dim];
+        Tensor::<Fused, 4>::random(shape, normal, (&device, dtype))
     };
     let [q, k, v] = [leaf(), leaf(), leaf()];
     let wait = || Fused::sync(&device).expect("a device without errors");
@@ -251,8 +254,10 @@ fn against_burn_at(tokens: usize) {
         ("Burn's attention", Box::new(burn)),
     ];
     for (name, attention) in all {
+        let out = attention(q.clone(), k.clone(), v.clone());
+        assert_eq!(out.dtype(), dtype, "{name}");
+        drop(out);
         let forward = median(|| drop(attention(q.clone(), k.clone(), v.clone())), wait);
-        println!("{problem}, {name} | forward {:.2} ms", forward.single * 1e3);
         let leaves = || [&q, &k, &v].map(|leaf| leaf.clone().require_grad());
         let both = median(
             || {
@@ -263,7 +268,8 @@ fn against_burn_at(tokens: usize) {
             wait,
         );
         println!(
-            "{problem}, {name} | forward + backward {:.2} ms",
+            "{problem}, {name} | forward {:.2} ms | forward + backward {:.2} ms",
+            forward.single * 1e3,
             both.single * 1e3
         );
     }
