@@ -11,26 +11,46 @@ use burn::tensor::{Distribution, Tensor, module::attention};
 use burn_cp_kernels::{AttentionBackend, AttentionOptions, Segment, Segments, attention_forward};
 use criterion::{Criterion, criterion_group, criterion_main};
 
-const LENGTHS: [usize; 6] = [17, 64, 128, 200, 300, 315];
-const NUM_HEADS: usize = 4;
-const HEAD_DIM: usize = 32;
+/// One row of packed documents.
+struct Pack {
+    lengths: &'static [usize],
+    num_heads: usize,
+    head_dim: usize,
+}
+
+const SHORT: Pack = Pack {
+    lengths: &[17, 64, 128, 200, 300, 315],
+    num_heads: 4,
+    head_dim: 32,
+};
+const LONG: Pack = Pack {
+    lengths: &[700, 1300, 2096],
+    num_heads: 8,
+    head_dim: 64,
+};
 
 fn on_flex(c: &mut Criterion) {
-    varlen::<burn::backend::Flex>(c, "Flex", &Default::default());
+    varlen::<burn::backend::Flex>(c, "Flex", &SHORT, &Default::default());
+    varlen::<burn::backend::Flex>(c, "Flex", &LONG, &Default::default());
 }
 
 /// On the device that Burn takes; `CUBECL_WGPU_DEFAULT_DEVICE=Cpu` asks for software Vulkan.
 #[cfg(feature = "wgpu")]
 fn on_wgpu(c: &mut Criterion) {
-    varlen::<burn::backend::Wgpu<f32, i32, u32>>(c, "Wgpu", &Default::default());
+    varlen::<burn::backend::Wgpu<f32, i32, u32>>(c, "Wgpu", &SHORT, &Default::default());
 }
 
-fn varlen<B: AttentionBackend>(c: &mut Criterion, backend: &str, device: &B::Device) {
+fn varlen<B: AttentionBackend>(c: &mut Criterion, backend: &str, pack: &Pack, device: &B::Device) {
     let wait = || B::sync(device).expect("a device without errors");
-    let tokens: usize = LENGTHS.iter().sum();
+    let Pack {
+        lengths,
+        num_heads,
+        head_dim,
+    } = *pack;
+    let tokens: usize = lengths.iter().sum();
     let random = || {
         Tensor::<B, 4>::random(
-            [1, NUM_HEADS, tokens, HEAD_DIM],
+            [1, num_heads, tokens, head_dim],
             Distribution::Default,
             device,
         )
@@ -38,7 +58,7 @@ fn varlen<B: AttentionBackend>(c: &mut Criterion, backend: &str, device: &B::Dev
     let (q, k, v) = (random(), random(), random());
     let mut ranges = Vec::new();
     let mut start = 0;
-    for len in LENGTHS {
+    for &len in lengths {
         ranges.push(start..start + len);
         start += len;
     }
@@ -58,8 +78,10 @@ fn varlen<B: AttentionBackend>(c: &mut Criterion, backend: &str, device: &B::Dev
         Segments::new(segments, (1, tokens), (1, tokens)).expect("documents that fill their row");
     let options = AttentionOptions::new();
     let mut group = c.benchmark_group(format!(
-        "forward, 1,024 tokens in 6 documents, {backend} f32"
+        "forward, {tokens} tokens in {} documents, {num_heads} heads of {head_dim}, {backend} f32",
+        lengths.len()
     ));
+    group.sample_size(if tokens > 1024 { 10 } else { 100 });
     group.bench_function("burn-cp varlen", |b| {
         b.iter(|| {
             black_box(attention_forward(
@@ -77,7 +99,7 @@ fn varlen<B: AttentionBackend>(c: &mut Criterion, backend: &str, device: &B::Dev
             for range in &ranges {
                 let part = |x: &Tensor<B, 4>| {
                     x.clone()
-                        .slice([0..1, 0..NUM_HEADS, range.clone(), 0..HEAD_DIM])
+                        .slice([0..1, 0..num_heads, range.clone(), 0..head_dim])
                 };
                 let options = burn::tensor::ops::AttentionModuleOptions {
                     is_causal: true,
