@@ -4,7 +4,7 @@ use std::{
     any::Any,
     fmt,
     sync::{
-        Arc, Mutex,
+        Arc, Mutex, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
 };
@@ -132,6 +132,15 @@ impl ProcessGroup {
             shared: Arc::new(shared),
             order: ProgramOrder::new(),
         }
+    }
+
+    /// Lets go of what moves tensors between devices.
+    pub(super) fn leave_devices(&self) {
+        let mut slot =
+            (self.shared.device_transport.0.lock()).unwrap_or_else(PoisonError::into_inner);
+        let left = slot.take();
+        drop(slot);
+        drop(left);
     }
 
     /// How the tensors of this group travel.

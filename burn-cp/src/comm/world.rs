@@ -194,6 +194,12 @@ impl RankContext {
         &self.world
     }
 
+    /// Lets go of what moves tensors between devices, of every group.
+    pub(crate) fn leave_devices(&self) {
+        let groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
+        groups.values().for_each(ProcessGroup::leave_devices);
+    }
+
     /// The group of this name. A name stands for the same ranks wherever it is used.
     pub(crate) fn group(&self, name: &str, ranks: Vec<usize>) -> ProcessGroup {
         let mut groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);

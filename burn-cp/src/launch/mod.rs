@@ -9,6 +9,8 @@ mod device;
 mod environment;
 mod processes;
 mod slurm;
+#[cfg(test)]
+mod tests;
 mod threads;
 
 use std::{
@@ -26,7 +28,9 @@ pub use processes::{
 };
 pub use threads::{DetachedWorld, ThreadsOptions, threads, threads_detached, threads_with};
 
-use crate::comm::{CommError, ConnectError, FailureCause, MpiError, RankFailure, panic_message};
+use crate::comm::{
+    CommError, ConnectError, FailureCause, MpiError, RankContext, RankFailure, panic_message,
+};
 
 /// Why a world did not end well.
 #[derive(Debug, Clone, thiserror::Error)]
@@ -82,12 +86,18 @@ pub fn raise(error: impl Into<Box<dyn Error + Send + Sync>>) -> ! {
     }
 }
 
-/// Runs a rank's closure: its value, or why there is none.
-fn outcome<T, E>(f: impl FnOnce() -> Result<T, E>) -> (Option<T>, Option<FailureCause>)
+/// Runs a rank's closure: its value, or why there is none. What the rank's groups have on devices is let go with it, whoever keeps a group.
+fn outcome<T, E>(
+    context: RankContext,
+    f: impl FnOnce(RankContext) -> Result<T, E>,
+) -> (Option<T>, Option<FailureCause>)
 where
     E: Into<Box<dyn Error + Send + Sync>>,
 {
-    match catch_unwind(AssertUnwindSafe(f)) {
+    let of_rank = context.clone();
+    let ended = catch_unwind(AssertUnwindSafe(|| f(context)));
+    of_rank.leave_devices();
+    match ended {
         Ok(Ok(value)) => (Some(value), None),
         Ok(Err(error)) => (None, Some(cause_of_error(error.into()))),
         Err(payload) => (None, Some(cause_of_panic(payload.as_ref()))),

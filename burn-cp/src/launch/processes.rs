@@ -150,7 +150,7 @@ impl Process {
             let thread = thread::Builder::new()
                 .name(format!("rank-{rank}"))
                 .stack_size(self.options.stack_size)
-                .spawn_scoped(scope, move || outcome(|| f(context)));
+                .spawn_scoped(scope, move || outcome(context, f));
             thread.map(|thread| {
                 let panicked = |_| (None, Some(FailureCause::Panic("no outcome".to_owned())));
                 thread.join().unwrap_or_else(panicked)

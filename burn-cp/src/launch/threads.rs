@@ -200,7 +200,7 @@ where
     E: Into<Box<dyn Error + Send + Sync>>,
 {
     let rank = context.rank();
-    let (value, cause) = outcome(|| f(context));
+    let (value, cause) = outcome(context, f);
     if let Some(cause) = cause {
         hub.fail(rank, None, cause);
     }
