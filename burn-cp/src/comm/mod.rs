@@ -21,9 +21,11 @@
 //! as bytes, and send each other the rows of tensors over a wire of their own (`mpi`).
 
 mod bind;
+#[cfg(any(test, feature = "cuda"))]
+mod claims;
 mod error;
 mod group;
-#[cfg(feature = "cuda")]
+#[cfg(any(test, feature = "cuda"))]
 mod helpers;
 mod hub;
 mod meeting;

@@ -61,10 +61,23 @@ impl Observer {
             .map(|failure| failure.as_peer_failure())
     }
 
+    /// A device of this process for this rank alone; `None` where another rank has it.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn claim(&self, device: usize) -> Option<super::claims::Claim> {
+        super::claims::Claim::of(device, &self.world)
+    }
+
     /// A thread that works for this rank's world.
     #[cfg(feature = "cuda")]
     pub(crate) fn helper(&self) -> super::Helper {
         super::Helper::of(&self.world)
+    }
+
+    /// What to wait for besides when the world has ended: `drain` returns when the thread of a device of this process has done what it was
+    /// given.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn drain_at_end(&self, device: usize, drain: fn(usize)) {
+        super::helpers::drain_at_end(&self.world, device, drain);
     }
 
     /// Makes this rank's failure the world's first, if there is none yet.

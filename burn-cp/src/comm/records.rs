@@ -12,8 +12,8 @@ use super::{
     signature::Signature,
 };
 
-/// How many operations of a group are remembered per rank. A rank that is further ahead has long been waited for.
-const KEPT: usize = 256;
+/// How many operations of a group are remembered per rank: more than any transport has on their way.
+const KEPT: usize = 512;
 
 /// The latest operations of one rank in one group, by number.
 type Calls = VecDeque<(u64, Signature)>;

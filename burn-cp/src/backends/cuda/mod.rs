@@ -10,8 +10,8 @@ use super::CollectiveRuntime;
 use crate::{
     collectives::{Call, Collective, Later, Payload, Pending, Wire},
     comm::{
-        CommError, Communicator, Element, Move, Moves, NcclError, Observer, Place, ProcessGroup,
-        Queue, Transport, UniqueId,
+        CommError, Communicator, Element, FailureCause, Move, Moves, NcclError, Observer, Place,
+        ProcessGroup, Queue, Transport, UniqueId,
     },
 };
 
@@ -53,6 +53,10 @@ impl CollectiveRuntime for CudaRuntime {
         .unwrap_or_else(|error| error.raise());
         if let Some(observer) = &run.observer {
             observer.record(call.number, op.signature(&payload, call));
+            // Perhaps that ranks call different things, whose sizes do not fit.
+            if let Some(error) = observer.failure() {
+                error.raise();
+            }
         }
         let started = run.start_collective(payload, op);
         let later = started.unwrap_or_else(|error| error.raise());
@@ -91,37 +95,29 @@ impl Gpu {
     }
 }
 
-/// Joins the group's ranks, each with its GPU. `None` where ranks as threads share one. Every rank must call it.
+/// Joins the group's ranks, each with its GPU. `None` where a GPU is shared by ranks that are threads, of this group or of another.
+/// Every rank must call it.
 fn join(
     group: &ProcessGroup,
     observer: &Observer,
     ordinal: usize,
 ) -> Result<Option<Communicator>, CommError> {
+    observer.drain_at_end(ordinal, on_its_way::drain);
     let gpu = group.consensus("looking for the GPU", Gpu::of(ordinal))?;
-    let gpus = group.host_all_gather("GPUs", gpu)?;
-    let twice = (1..gpus.len()).find(|rank| gpus[..*rank].contains(&gpus[*rank]));
-    if let Some(second) = twice {
-        let ranks = group.global_ranks();
-        let first = gpus
-            .iter()
-            .position(|gpu| *gpu == gpus[second])
-            .unwrap_or_default();
-        let (first, second) = (ranks[first], ranks[second]);
+    let claim = observer.claim(ordinal);
+    let gpus = group.host_all_gather("GPUs", (gpu, claim.is_none()))?;
+    if let Some(sharing) = who_shares(group, &gpus) {
         if group.transport() == Transport::Threads {
             tracing::info!(
                 group = group.name(),
-                first,
-                second,
-                "ranks share a GPU, so that tensors travel through the host"
+                "{sharing}, so that tensors travel through the host"
             );
             return Ok(None);
         }
         return Err(CommError::Transport {
             group: group.name().to_owned(),
             what: "tensors on GPUs".to_owned(),
-            reason: format!(
-                "ranks {first} and {second} are processes with the same GPU; NCCL wants one for each"
-            ),
+            reason: format!("{sharing}; NCCL wants one for each"),
         });
     }
     let id = (group.rank() == 0).then(UniqueId::new).transpose();
@@ -141,16 +137,45 @@ fn join(
         rank: group.rank(),
         size: group.size(),
         ordinal,
+        claim,
     };
     let joined = Communicator::new(
         &id,
-        &place,
+        place,
         direct,
         on_its_way::flush(ordinal),
         Some(observer.clone()),
         observer.deadline(),
     );
+    // The others wait for this rank in NCCL, where they notice the failure of a world alone.
+    if let Err(error) = &joined
+        && !matches!(error, NcclError::Slow { .. })
+    {
+        let error = error.clone().of(Some(observer), "joining NCCL");
+        observer.fail("joining NCCL", FailureCause::Comm(error));
+    }
     group.consensus("joining NCCL", joined).map(Some)
+}
+
+/// Which ranks of a group share their GPU, with each other or with another rank of the process that has claimed it, if any do.
+fn who_shares(group: &ProcessGroup, gpus: &[(Gpu, bool)]) -> Option<String> {
+    let ranks = group.global_ranks();
+    let first = |of: usize| gpus[..of].iter().position(|(gpu, _)| *gpu == gpus[of].0);
+    let within = (1..gpus.len()).find_map(|second| Some((first(second)?, second)));
+    if let Some((first, second)) = within {
+        let (first, second) = (ranks[first], ranks[second]);
+        return Some(match group.transport() {
+            Transport::Processes => {
+                format!("ranks {first} and {second} are processes with the same GPU")
+            }
+            _ => format!("ranks {first} and {second} share a GPU"),
+        });
+    }
+    let taken = gpus.iter().position(|(_, taken)| *taken)?;
+    Some(format!(
+        "another rank of its process works with the GPU of rank {}",
+        ranks[taken]
+    ))
 }
 
 /// Whether the ranks are threads whose GPUs reach each other's memory, which is opened for them. Every rank must call it.

@@ -1,6 +1,9 @@
 //! Operations between their start and the moment from which others may use their buffers.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::{
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::{Arc, Mutex, PoisonError},
+};
 
 use cubecl::{
     Runtime,
@@ -12,13 +15,21 @@ use cubecl::{
 };
 
 use super::{Run, Tensor};
-use crate::comm::{Announced, Flush, Moves, NcclError, Queue, Ticket};
+use crate::comm::{Announced, Flush, Moves, NcclError, Queue, Ticket, panic_message};
 
 type Server = <CudaRuntime as Runtime>::Server;
 
 /// Makes a GPU's thread run what it was given so far, from any other thread.
 pub(super) fn flush(ordinal: usize) -> Flush {
     Box::new(move || DeviceHandle::<Server>::new(CudaDevice::new(ordinal).to_id()).flush_queue())
+}
+
+/// Waits until a GPU's thread has run what it was given so far.
+pub(super) fn drain(ordinal: usize) {
+    let device = DeviceHandle::<Server>::new(CudaDevice::new(ordinal).to_id());
+    if let Err(error) = device.submit_blocking(|_| ()) {
+        tracing::debug!(?error, gpu = ordinal, "its thread does not answer");
+    }
 }
 
 impl Run<'_> {
@@ -63,15 +74,17 @@ impl Run<'_> {
         let what = self.what.to_owned();
         let of_end = announced.again();
         device.submit(move |server| {
-            // Asking for its resource orders this stream behind all work on a buffer.
-            let addresses = handles.into_iter().map(|handle| {
-                let resource = server.get_resource(handle.binding(), StreamId::current());
-                resource.map(|resource| resource.resource().ptr)
+            let begun = caught(|| {
+                // Asking for its resource orders this stream behind all work on a buffer.
+                let addresses = handles.into_iter().map(|handle| {
+                    let resource = server.get_resource(handle.binding(), StreamId::current());
+                    resource.map(|resource| resource.resource().ptr)
+                });
+                let addresses = addresses
+                    .collect::<Result<Vec<u64>, _>>()
+                    .map_err(|error| NcclError::Buffer(format!("{error:?}")))?;
+                begin(&announced, &addresses)
             });
-            let begun = addresses
-                .collect::<Result<Vec<u64>, _>>()
-                .map_err(|error| NcclError::Buffer(format!("{error:?}")))
-                .and_then(|addresses| begin(&announced, &addresses));
             match begun {
                 Ok(begun) => {
                     *started.lock().unwrap_or_else(PoisonError::into_inner) = Some(begun);
@@ -89,6 +102,15 @@ impl Run<'_> {
             tensors,
         }))
     }
+}
+
+/// What a task of the device's thread does. That thread only logs a panic, such as that of an allocator without memory, and goes on; others
+/// would wait for the operation, or take the next one for it.
+fn caught<T>(task: impl FnOnce() -> Result<T, NcclError>) -> Result<T, NcclError> {
+    catch_unwind(AssertUnwindSafe(task)).unwrap_or_else(|panic| {
+        let reason = panic_message(panic.as_ref());
+        Err(NcclError::Buffer(reason))
+    })
 }
 
 /// An operation whose buffers nobody may reuse yet: later work of the device has not been ordered behind it.
@@ -124,7 +146,8 @@ impl Drop for OnItsWay {
                 .unwrap_or_else(PoisonError::into_inner)
                 .take();
             // There is none where the start has failed, and was reported.
-            if let Some(Err(error)) = ticket.map(Ticket::order_before_later_work) {
+            let ordered = ticket.map(|ticket| caught(|| ticket.order_before_later_work()));
+            if let Some(Err(error)) = ordered {
                 held.announced.fail(&held.what, error);
             }
             drop(held.tensors);

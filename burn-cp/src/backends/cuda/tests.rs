@@ -49,9 +49,10 @@ fn alone(direct: bool) -> Communicator {
         rank: 0,
         size: 1,
         ordinal: 0,
+        claim: None,
     };
     let flush = on_its_way::flush(0);
-    Communicator::new(&id, &place, direct, flush, None, Duration::from_secs(30)).unwrap()
+    Communicator::new(&id, place, direct, flush, None, Duration::from_secs(30)).unwrap()
 }
 
 fn run<'a>(group: &'a ProcessGroup, communicator: &'a Communicator) -> Run<'a> {

@@ -22,13 +22,13 @@ use super::{
     queue::accepted,
     watchdog::Watchdog,
 };
-use crate::comm::{CommError, Observer};
+use crate::comm::{CommError, Observer, claims::Claim};
 
 /// Operations that may be on their way at once: fewer than the device queues, so that starting one never waits for a peer.
 const MOST_IN_FLIGHT: usize = 256;
 
 /// How long an abort waits for a call of the library to return.
-const PATIENCE: Duration = Duration::from_millis(200);
+const PATIENCE: Duration = Duration::from_secs(1);
 
 /// Makes the device's thread run what it was given so far.
 pub(crate) type Flush = Box<dyn Fn() + Send + Sync>;
@@ -71,10 +71,11 @@ pub(super) struct Shared {
     pub(super) error: Mutex<Option<NcclError>>,
     pub(super) observer: Option<Observer>,
     pub(super) deadline: Duration,
+    _claim: Option<Claim>,
 }
 
 /// A rank's place among those that join.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub(crate) struct Place {
     /// Rank of the group.
     pub(crate) rank: usize,
@@ -82,6 +83,8 @@ pub(crate) struct Place {
     pub(crate) size: usize,
     /// The rank's GPU.
     pub(crate) ordinal: usize,
+    /// Held until all that was started on it has ended.
+    pub(crate) claim: Option<Claim>,
 }
 
 /// One rank's end of a group's device transport.
@@ -118,7 +121,7 @@ impl Communicator {
     /// until the deadline, or until the world has failed.
     pub(crate) fn new(
         id: &UniqueId,
-        place: &Place,
+        place: Place,
         direct: bool,
         flush: Flush,
         observer: Option<Observer>,
@@ -129,7 +132,8 @@ impl Communicator {
             rank,
             size,
             ordinal,
-        } = *place;
+            claim,
+        } = place;
         let stream = Arc::new(Stream::new(ordinal)?);
         let direct = direct.then(|| {
             let streams = (0..size).map(|_| Stream::new(ordinal));
@@ -155,6 +159,7 @@ impl Communicator {
             error: Mutex::default(),
             observer,
             deadline,
+            _claim: claim,
         });
         let watchdog = Watchdog::start(&shared);
         Ok(Self {
@@ -222,6 +227,15 @@ impl Shared {
         let observer = self.observer.as_ref();
         observer.is_some_and(|world| world.failure().is_some())
             || self.aborted.load(Ordering::Acquire)
+    }
+
+    /// Refuses where an operation before has failed, whose place the next one would take on other ranks.
+    pub(super) fn go_on(&self) -> Result<(), NcclError> {
+        let error = self.error.lock().unwrap_or_else(PoisonError::into_inner);
+        if error.is_some() || self.has_failed() {
+            return Err(NcclError::Aborted);
+        }
+        Ok(())
     }
 
     pub(super) fn lock(&self) -> Result<Alive<'_>, NcclError> {

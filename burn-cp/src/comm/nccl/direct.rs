@@ -74,11 +74,11 @@ impl Shared {
             .peers
             .ends(direct.rank, number)
             .and_then(|(since, ends)| {
-                own.map_or(Ok(()), |own| self.stream.hold_later_work(own))?;
-                ends.iter().try_for_each(|end| {
-                    self.stream.hold_later_work(end)?;
+                // Behind each of them, whatever another one's device says.
+                let own = own.map_or(Ok(()), |own| self.stream.hold_later_work(own));
+                ends.iter().fold(own, |held, end| {
                     self.watch(number, since, end);
-                    Ok(())
+                    held.and(self.stream.hold_later_work(end))
                 })
             });
         held.map_err(|error| {

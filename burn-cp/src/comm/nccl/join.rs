@@ -99,7 +99,15 @@ fn connect(id: sys::ncclUniqueId, place: [usize; 2], stream: &Stream) -> Result<
     }
     // SAFETY: the call has succeeded, so it has written the handle.
     let raw = Raw(unsafe { raw.assume_init() });
-    let [rank, size] = place;
+    reach_all(raw, place, stream).inspect_err(|_| {
+        // SAFETY: nobody else has it.
+        unsafe { sys::ncclCommAbort(raw.0) };
+    })?;
+    Ok(raw)
+}
+
+/// Connects with all ranks for all that a [`Queue`] can do.
+fn reach_all(raw: Raw, [rank, size]: [usize; 2], stream: &Stream) -> Result<(), NcclError> {
     let queue = Queue { raw, stream };
     let all = stream.scratch(4 * size)?;
     let part = stream.scratch(4)?;
@@ -119,6 +127,5 @@ fn connect(id: sys::ncclUniqueId, place: [usize; 2], stream: &Stream) -> Result<
     queue.exchange(&Moves {
         gives: with(&|_| part.address()),
         takes: with(&|other| all.address() + 4 * other as u64),
-    })?;
-    Ok(raw)
+    })
 }

@@ -85,10 +85,10 @@ impl Announced {
         let shared = &self.shared;
         shared.stream.enter()?;
         shared.make_room()?;
+        shared.go_on()?;
         let alone = large && shared.num_open.load(Ordering::Acquire) == 0;
         let end = {
             let _starting = Starting::new(shared, number);
-            let raw = shared.lock()?;
             shared.stream.wait(&shared.stream.submitted_work()?)?;
             if alone {
                 // Kernels may hold all multiprocessors until they end: later ones are to begin behind this point, where the operation
@@ -96,10 +96,14 @@ impl Announced {
                 let begun = shared.stream.record()?;
                 shared.stream.hold_later_work(&begun)?;
             }
-            enqueue(&Queue {
-                raw: raw.1,
-                stream: &shared.stream,
-            })?;
+            {
+                // Not for longer: an abort takes who holds it for one whose call waits for a peer.
+                let raw = shared.lock()?;
+                enqueue(&Queue {
+                    raw: raw.1,
+                    stream: &shared.stream,
+                })?;
+            }
             Arc::new(shared.stream.record()?)
         };
         shared.watch(number, Instant::now(), &end);
@@ -121,9 +125,7 @@ impl Announced {
         };
         shared.stream.enter()?;
         shared.make_room()?;
-        if shared.has_failed() {
-            return Err(NcclError::Aborted);
-        }
+        shared.go_on()?;
         let ready = shared.stream.submitted_work()?;
         let own = shared.copy_own(direct.rank, &moves, &ready)?;
         let gpu = Gpu {

@@ -25,11 +25,13 @@ impl Watchdog {
     pub(super) fn start(shared: &Arc<Shared>) -> Self {
         let (stop, stopped) = mpsc::channel();
         let of_thread = shared.clone();
+        // Before there is a thread: one that has not begun yet is waited for, too.
+        let helper = shared.observer.as_ref().map(Observer::helper);
         let look =
             (shared.deadline / 20).clamp(Duration::from_millis(1), Duration::from_millis(100));
         let watch = move || {
             // Goes last: what the communicator holds of the device is let go before.
-            let _helper = of_thread.observer.as_ref().map(Observer::helper);
+            let _helper = helper;
             let shared = of_thread;
             loop {
                 if stopped.recv_timeout(look) != Err(RecvTimeoutError::Timeout) {
