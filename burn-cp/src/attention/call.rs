@@ -64,7 +64,8 @@ impl AttentionCall {
 
     /// The same call, in which [`AllGather`](ExchangeStrategy::AllGather), [`NeededOnly`](ExchangeStrategy::NeededOnly) and
     /// [`LeftHalo`](ExchangeStrategy::LeftHalo) compute with a rank's own keys while those of others travel, or do not. The same on
-    /// every rank. [`Ring`](ExchangeStrategy::Ring) always does, [`HeadAllToAll`](ExchangeStrategy::HeadAllToAll) never.
+    /// every rank. [`Ring`](ExchangeStrategy::Ring) always does, [`HeadAllToAll`](ExchangeStrategy::HeadAllToAll) never, and no call with
+    /// dropout does.
     #[must_use]
     pub fn with_overlap(self, overlap: bool) -> Self {
         Self { overlap, ..self }
@@ -117,20 +118,26 @@ impl AttentionCall {
     /// The strategy cannot serve the call.
     pub fn strategy(&self, shape: &CostShape) -> Result<ExchangeStrategy, PlanError> {
         let strategy = self.taken(shape)?;
-        tracing::debug!(asked = ?self.strategy, taken = ?strategy, overlap = self.overlap, "attention");
+        tracing::debug!(asked = ?self.strategy, taken = ?strategy, overlap = self.overlaps(), "attention");
         Ok(strategy)
     }
 
     fn taken(&self, shape: &CostShape) -> Result<ExchangeStrategy, PlanError> {
-        let taken = resolve(self.prepared.plan(), self.strategy, self.overlap, shape)?;
-        // What is dropped depends on the head, and a rank that has traded tokens for heads numbers its own from 0.
-        let refused = taken == ExchangeStrategy::HeadAllToAll
-            && self.kernel.dropout.is_some()
-            && self.communicates();
+        let overlap = self.overlaps();
+        let taken = resolve(self.prepared.plan(), self.strategy, overlap, shape)?;
+        // What is dropped depends on the head, of which a rank that has traded tokens for heads numbers its own from 0, and on positions, which
+        // a ring's step counts among the keys that it has.
+        let exchange = match taken {
+            ExchangeStrategy::HeadAllToAll => "head-all-to-all",
+            ExchangeStrategy::Ring => "ring",
+            _ => return Ok(taken),
+        };
+        if self.kernel.dropout.is_none() || !self.communicates() {
+            return Ok(taken);
+        }
         match self.strategy {
-            ExchangeStrategy::Auto if refused => Ok(ExchangeStrategy::NeededOnly),
-            _ if refused => Err(PlanError::HeadDropout),
-            _ => Ok(taken),
+            ExchangeStrategy::Auto => Ok(ExchangeStrategy::NeededOnly),
+            _ => Err(PlanError::Dropout { exchange }),
         }
     }
 
@@ -182,8 +189,9 @@ impl AttentionCall {
         self.keep_keys && self.tracked
     }
 
+    /// Not with dropout: a part of the keys does not know their positions, from which it is drawn.
     pub(super) fn overlaps(&self) -> bool {
-        self.overlap
+        self.overlap && self.kernel.dropout.is_none()
     }
 
     pub(super) fn kernel(&self) -> &burn_cp_kernels::AttentionOptions {

@@ -78,7 +78,9 @@ pub struct AttentionOptions {
     #[serde(default)]
     pub scale: Option<f64>,
     /// Dropout of the weights after the softmax. What is dropped follows from the seed, the head, the document and the two
-    /// positions in it, so that every sharding drops the same. Seeds must differ between layers and steps.
+    /// positions in it, so that every sharding drops the same. Exchanges that do not know them all,
+    /// [`Ring`](crate::plan::ExchangeStrategy::Ring) and [`HeadAllToAll`](crate::plan::ExchangeStrategy::HeadAllToAll), are refused.
+    /// Seeds must differ between layers and steps.
     #[serde(default)]
     pub dropout: Option<Dropout>,
 }

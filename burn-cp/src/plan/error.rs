@@ -45,11 +45,14 @@ pub enum PlanError {
         /// Number of heads.
         got: usize,
     },
-    /// Attention dropout with traded heads.
+    /// Attention dropout with an exchange in which a rank does not see heads and positions as one rank does.
     #[error(
-        "head-all-to-all and dropout of attention cannot be combined; the other exchanges serve dropout"
+        "{exchange} and dropout of attention cannot be combined; all-gather, needed-only and left-halo serve dropout"
     )]
-    HeadDropout,
+    Dropout {
+        /// The exchange.
+        exchange: &'static str,
+    },
     /// A mask of two things that are not defined together.
     #[error("plan: {first} and {second} cannot be combined in one mask")]
     Pair {

@@ -73,7 +73,8 @@ pub struct ContextParallelConfig {
     #[serde(deserialize_with = "names::exchange")]
     pub exchange: ExchangeStrategy,
     /// Whether `all-gather`, `needed-only` and `left-halo` compute with a rank's own keys while those of others travel. Off, which is
-    /// the default, the forward pass gives the bits of one device; on, it is as accurate, and a rank waits less.
+    /// the default, the forward pass gives the bits of one device; on, it is as accurate, and a rank waits less. Attention with dropout
+    /// of its weights never overlaps.
     pub overlap: bool,
     /// Whether `all-gather`, `needed-only` and `left-halo` keep the keys and values of other ranks for the backward pass, at the cost
     /// of their memory in every layer, instead of exchanging them again, which is the default. The bits are the same.

@@ -4,11 +4,13 @@ use std::collections::HashMap;
 
 use burn::{backend::Autodiff, tensor::DType};
 use burn_cp::{
-    attention::AttentionOptions,
+    attention::{AttentionOptions, Dropout},
     layout::{Documents, LayoutPolicy},
     plan::{ExchangeStrategy, MaskKind},
 };
-use burn_cp_tests::{Attention, Form, Problem, Random, TestBackend, head_dim, random_layout};
+use burn_cp_tests::{
+    Attention, Form, Problem, Random, TestBackend, head_dim, random_layout, relative_error,
+};
 
 use crate::{
     attention::{Case, run},
@@ -134,6 +136,47 @@ fn forward_of_any_world_equals_one_rank_to_the_bit() {
     // Two heads of keys go to two ranks, and as many as there are ranks to three and five; none to four.
     assert_eq!(seen[&ExchangeStrategy::HeadAllToAll], 3 * 3 * 3);
     assert!(seen[&ExchangeStrategy::LeftHalo] > 4, "{seen:?}");
+}
+
+/// One weight that is dropped otherwise would be off by far more.
+#[test]
+fn dropout_drops_the_same_weights_under_every_exchange_that_serves_it() {
+    let mut random = Random::new(13);
+    let refusing = [ExchangeStrategy::Ring, ExchangeStrategy::HeadAllToAll];
+    for (row, mask) in MASKS.into_iter().enumerate() {
+        let mut one = case(documents(row), mask, [4, 4]);
+        one.options.dropout = Some(Dropout::new(0.4, 5));
+        let inputs = one.inputs(&mut random);
+        let want = attention(&one, &inputs);
+        for (exchange, overlap) in EXCHANGES {
+            for layout in [
+                LayoutPolicy::Contiguous { multiple: 1 },
+                LayoutPolicy::HeadTail,
+            ] {
+                let many = Case {
+                    layout,
+                    exchange,
+                    overlap,
+                    world_size: 4,
+                    ..one.clone()
+                };
+                if refusing.contains(&exchange) {
+                    continue;
+                }
+                let got = attention(&many, &inputs);
+                for (what, got, want) in [
+                    ("out", &got.out, &want.out),
+                    ("dq", &got.dq, &want.dq),
+                    ("dk", &got.dk, &want.dk),
+                    ("dv", &got.dv, &want.dv),
+                    ("dsinks", &got.dsinks, &want.dsinks),
+                ] {
+                    let error = relative_error(got, want);
+                    assert!(error <= 1e-5, "{what} is off by {error:e} in {many:?}");
+                }
+            }
+        }
+    }
 }
 
 #[test]

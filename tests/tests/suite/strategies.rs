@@ -5,7 +5,7 @@ use burn::{
     tensor::{DType, Tensor, TensorData},
 };
 use burn_cp::{
-    attention::AttentionOptions,
+    attention::{AttentionOptions, Dropout},
     batch::SequenceBatch,
     layout::{Documents, LayoutPolicy},
     plan::{CostShape, ExchangeStrategy, MaskKind, PlanError},
@@ -119,6 +119,19 @@ fn heads_that_cannot_be_dealt_out_are_refused_on_every_rank() {
                     got
                 }
             );
+        }
+    }
+}
+
+#[test]
+fn exchanges_that_do_not_know_heads_or_positions_refuse_dropout_on_every_rank() {
+    let dropping = AttentionOptions::causal().with_dropout(Dropout::new(0.1, 1));
+    for (strategy, exchange) in [
+        (ExchangeStrategy::Ring, "ring"),
+        (ExchangeStrategy::HeadAllToAll, "head-all-to-all"),
+    ] {
+        for error in refused(&[5, 7], 2, strategy, (shape(4, 2), dropping)) {
+            assert_eq!(error, PlanError::Dropout { exchange });
         }
     }
 }

@@ -8,7 +8,6 @@ use super::{CpStep, StepError};
 use crate::{
     attention::{
         AttentionCall, AttentionInput, AttentionOptions, ContextParallelBackend, PreparedAttention,
-        resolve,
     },
     plan::{AttentionPlan, CostShape, ExchangeStrategy, MaskKind},
 };
@@ -107,9 +106,8 @@ impl<B: ContextParallelBackend> CpStep<B> {
         shape: &CostShape,
         options: &AttentionOptions,
     ) -> Result<ExchangeStrategy, StepError> {
-        let plan = self.plan(options.mask)?;
-        let config = &self.inner.config;
-        Ok(resolve(&plan, config.exchange, config.overlap, shape)?)
+        self.prepared(options.mask)?;
+        Ok(self.attention_call(options).strategy(shape)?)
     }
 
     /// What [`Self::attention`] runs, for callers below autodiff that want the log-sum-exponentials too
