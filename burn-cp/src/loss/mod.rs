@@ -3,7 +3,9 @@
 //! Each rank sums over its own labels and divides by the number of labels of all ranks that share the loss. Backward runs on
 //! that share; every exchange's adjoint is a plain sum, so the gradients summed over the ranks are those of one device.
 
-use burn::tensor::{Int, Tensor, TensorData, activation::log_softmax};
+use burn::tensor::{
+    DType, FloatDType, Int, Tensor, TensorData, activation::log_softmax, backend::Backend,
+};
 
 use crate::{
     attention::ContextParallelBackend,
@@ -92,7 +94,8 @@ impl<B: ContextParallelBackend> CpStep<B> {
         num_labels(self.loss_group(), self.num_local_labels())
     }
 
-    /// Mean cross entropy over the labels of all ranks, from this rank's logits `[batch, local_tokens, vocab]`.
+    /// Mean cross entropy over the labels of all ranks, from this rank's logits `[batch, local_tokens, vocab]`. In `f32` for logits of smaller
+    /// dtypes, in which neither a large vocabulary's sums nor many labels' have a place.
     ///
     /// Ignored positions are selected out. Without any label the loss is 0. Every rank of the loss group must call it.
     ///
@@ -172,14 +175,22 @@ impl<B: ContextParallelBackend> CpStep<B> {
         let flat = logits.reshape([batch * tokens, vocab]);
         if rows.is_empty() {
             // Zero whatever the logits hold, and still a function of them: this rank's adjoints must run.
-            let first = flat.slice([0..1, 0..1]);
+            let first = widened(flat.slice([0..1, 0..1]));
             let all = Tensor::<B, 2>::zeros([1, 1], &device).equal_elem(0.0);
             return Ok(first.mask_fill(all, 0.0).sum());
         }
         let num = rows.len();
         let rows = Tensor::<B, 1, Int>::from_data(TensorData::new(rows, [num]), &device);
         let targets = Tensor::<B, 2, Int>::from_data(TensorData::new(targets, [num, 1]), &device);
-        let log_probabilities = log_softmax(flat.select(0, rows), 1);
+        let log_probabilities = log_softmax(widened(flat.select(0, rows)), 1);
         Ok(log_probabilities.gather(1, targets).sum().neg())
+    }
+}
+
+/// In `f32` at least.
+fn widened<B: Backend>(logits: Tensor<B, 2>) -> Tensor<B, 2> {
+    match logits.dtype() {
+        DType::F32 | DType::F64 => logits,
+        _ => logits.cast(FloatDType::F32),
     }
 }

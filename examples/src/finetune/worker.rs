@@ -156,7 +156,9 @@ impl<'a, B: TrainBackend<Device: RankDevice>> Worker<'a, B> {
             if self.job.keep_gradients && state.step == 0 {
                 outcome.first_gradients = Some(named(&grads, &model));
             }
-            let (grads, norm) = clip_by_global_norm::<B, _>(grads, &model, config.clip_norm);
+            let world = self.groups.world()?;
+            let (grads, norm) =
+                clip_by_global_norm::<B, _>(grads, &model, config.clip_norm, &world)?;
             if !(loss.is_finite() && norm.is_finite()) {
                 return Err(WorkerError::Diverged {
                     step: state.step,

@@ -201,7 +201,9 @@ where
             if keep_gradients && state.step == 0 {
                 outcome.first_gradients = Some(named(&grads, &model));
             }
-            let (grads, norm) = clip_by_global_norm::<B, _>(grads, &model, self.config.clip_norm);
+            let world = self.groups.world()?;
+            let (grads, norm) =
+                clip_by_global_norm::<B, _>(grads, &model, self.config.clip_norm, &world)?;
             if !(loss.is_finite() && norm.is_finite()) {
                 let step = state.step;
                 return Err(WorkerError::Diverged { step, loss, norm });

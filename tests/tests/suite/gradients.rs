@@ -16,11 +16,13 @@ use burn::{
 };
 use burn_cp::{
     collectives::CollectiveBackend,
+    comm::ProcessGroup,
+    launch::LaunchError,
     nn::{ParameterError, check_parameters},
     optim::{GradientSync, broadcast_parameters, clip_by_global_norm, sync_gradients},
 };
 use burn_cp_tests::{
-    Random, TestBackend, device, floats, on_groups, relative_error, with_deadline,
+    DEADLINE, Random, TestBackend, device, floats, on_groups, relative_error, with_deadline,
 };
 
 type Inner = NdArray<f64>;
@@ -191,12 +193,15 @@ fn clipping_scales_all_gradients_by_one_factor() {
     };
     let before = values(&grads());
 
-    let (clipped, found) = clip_by_global_norm::<B, _>(grads(), &module, 2.0);
+    let clip = |grads, max_norm| {
+        clip_by_global_norm::<B, _>(grads, &module, max_norm, &ProcessGroup::solo()).unwrap()
+    };
+    let (clipped, found) = clip(grads(), 2.0);
     assert!((found - norm).abs() < 1e-12 * norm);
     let wanted: Vec<f64> = before.iter().map(|value| value * 2.0 / norm).collect();
     assert!(relative_error(&values(&clipped), &wanted) < 1e-14);
 
-    let (kept, _) = clip_by_global_norm::<B, _>(grads(), &module, norm + 1.0);
+    let (kept, _) = clip(grads(), norm + 1.0);
     assert_eq!(values(&kept), before);
 
     let mut broken = grads();
@@ -205,9 +210,50 @@ fn clipping_scales_all_gradients_by_one_factor() {
         module.vector.id,
         Tensor::<Inner, 1>::full([5], f64::NAN, &device()),
     );
-    let (kept, found) = clip_by_global_norm::<B, _>(broken, &module, 1.0);
+    let (kept, found) = clip(broken, 1.0);
     assert!(found.is_nan());
     assert_eq!(values(&kept)[..12], before[..12]);
+}
+
+/// On the group's ranks, gradients of 1 and their multiples: the norm that each takes, and the first number of its clipped gradients.
+fn clipped(of_rank: impl Fn(usize) -> f64 + Sync) -> Result<Vec<(f64, f64)>, LaunchError> {
+    with_deadline(&[("cp", 3)], DEADLINE, |groups| {
+        let group = groups.world().unwrap();
+        let module = parameters::<B>(6);
+        let mut grads = GradientsParams::new();
+        let values = Tensor::<Inner, 1>::full([5], of_rank(group.rank()), &device());
+        grads.register(module.vector.id, values);
+        let (grads, norm) = clip_by_global_norm::<B, _>(grads, &module, 1.0, &group)
+            .unwrap_or_else(|error| error.raise());
+        let values = grads.get::<Inner, 1>(module.vector.id).unwrap();
+        (norm, floats(&values)[0])
+    })
+}
+
+/// A device may add up in another order each time.
+#[test]
+fn ranks_whose_norms_differ_in_the_last_bits_clip_by_one_factor() {
+    let norm = 5.0_f64.sqrt();
+    let last_bits = |rank: usize| 1.0 + 1e-9 * rank as f64;
+    for (rank, (found, value)) in clipped(last_bits).unwrap().into_iter().enumerate() {
+        assert_eq!(found, clipped(last_bits).unwrap()[0].0);
+        assert!((found - norm).abs() < 1e-12, "{found}");
+        assert!((value - last_bits(rank) / norm).abs() < 1e-12, "{value}");
+    }
+    let ends = clipped(|rank| if rank == 2 { f64::NAN } else { f64::INFINITY }).unwrap();
+    assert!(ends.iter().all(|(norm, _)| norm.is_infinite()), "{ends:?}");
+}
+
+#[test]
+fn gradients_that_were_not_synchronised_are_not_clipped() {
+    for odd in [1.01, f64::NAN] {
+        let error = clipped(|rank| if rank == 1 { odd } else { 1.0 }).unwrap_err();
+        let error = error.to_string();
+        assert!(
+            error.contains("the norm of the gradients") && error.contains("rank 1"),
+            "{error}"
+        );
+    }
 }
 
 #[test]

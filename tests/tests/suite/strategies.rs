@@ -279,3 +279,16 @@ fn tokens_that_move_are_those_that_straddling_documents_need() {
         assert_eq!(moved.iter().sum::<usize>(), needed, "{lengths:?}");
     }
 }
+
+#[test]
+fn ranks_may_leave_different_numbers_of_multiprocessors_free() {
+    on_groups(&[("cp", 2)], |groups| {
+        let config = ContextParallelConfig {
+            sm_margin: 16 * groups.global_rank(),
+            ..config(&LayoutPolicy::HeadTail)
+        };
+        let batch = SequenceBatch::<TestBackend>::from_ids(TensorData::zeros::<i64, _>([1, 16]));
+        let step = sharder(&groups, config).shard(batch, &device()).unwrap();
+        attend(&step, &shape(2, 1), &AttentionOptions::causal());
+    });
+}

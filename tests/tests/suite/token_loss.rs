@@ -2,7 +2,7 @@
 
 use burn::{
     backend::{Autodiff, NdArray},
-    tensor::{Tensor, TensorData},
+    tensor::{DType, Tensor, TensorData},
 };
 use burn_cp::{
     batch::SequenceBatch,
@@ -309,4 +309,39 @@ fn ranks_without_labels_in_a_large_world_change_nothing() {
     }
     let grad = sum(ranks.into_iter().map(|(_, _, grad)| grad));
     assert!(relative_error(&grad, &want_grad) < 1e-14);
+}
+
+/// Half a float has no place for the sum of many labels' losses.
+#[test]
+fn the_loss_of_logits_in_half_is_computed_in_f32() {
+    type Half = Autodiff<burn::backend::Flex>;
+    let (tokens, vocab) = (4096, 8);
+    let labels = TensorData::new(vec![1_i64; tokens], [1, tokens]);
+    let want = (7.0 + 20.0_f64.exp()).ln();
+    for dtype in [DType::F16, DType::BF16] {
+        for world_size in [1, 2] {
+            let results = on_groups(&[("cp", world_size)], |groups| {
+                let cp = sharder(&groups, ContextParallelConfig::default());
+                let ids = TensorData::zeros::<i64, _>([1, tokens]);
+                let batch = SequenceBatch::<Half>::from_ids(ids).with_labels(labels.clone());
+                let step = cp.shard(batch, &device()).unwrap();
+                let logits = Tensor::<Half, 3>::zeros([1, step.local_len(), vocab], &device());
+                let first = logits.clone().slice([0..1, 0..step.local_len(), 0..1]);
+                let logits = logits
+                    .slice_assign([0..1, 0..step.local_len(), 0..1], first + 20.0)
+                    .cast(dtype)
+                    .require_grad();
+                let loss = step.cross_entropy(logits.clone()).unwrap();
+                let grads = loss.backward();
+                let grad = logits.grad(&grads).unwrap();
+                assert_eq!(grad.dtype(), dtype);
+                (loss.global_value(), floats(&grad)[..2].to_vec())
+            });
+            for (loss, grad) in results {
+                assert!((loss - want).abs() < 1e-5 * want, "{dtype:?}: {loss}");
+                let share = 1.0 / tokens as f64;
+                assert!(relative_error(&grad, &[share, -share]) < 1e-2, "{grad:?}");
+            }
+        }
+    }
 }

@@ -145,7 +145,7 @@ fn train_step(
     }
     let grads = GradientsParams::from_grads(loss.backward(), &model);
     let grads = optim::sync_gradients::<B, _>(grads, &model, groups, &["dp", "cp"])?;
-    let (_, norm) = optim::clip_by_global_norm::<B, _>(grads, &model, 1.0);
+    let (_, norm) = optim::clip_by_global_norm::<B, _>(grads, &model, 1.0, &groups.world()?)?;
     Ok(norm)
 }
 
