@@ -25,7 +25,7 @@ use crate::{
 /// gradient.
 ///
 /// A value that is not finite reaches only rows of segments that see it, or see keys near it in the
-/// same segment: masked pairs inside a tile are weighted with 0, not left out.
+/// same segment, or in one whose keys overlap with its: masked pairs inside a tile are weighted with 0, not left out.
 ///
 /// # Panics
 ///

@@ -83,6 +83,35 @@ pub(crate) fn lists() -> Vec<(&'static str, Segments)> {
     ]
 }
 
+/// Lists whose segments are long enough for the kernel that computes all gradients at once.
+pub(crate) fn long_lists() -> Vec<(&'static str, Segments)> {
+    let shared = vec![
+        Segment {
+            window: Some(Window::left(300)),
+            ..causal(0..600, 10..900, 33)
+        },
+        Segment {
+            causal: false,
+            window: Some(Window::new(70, 9)),
+            ..causal(600..830, 200..800, 0)
+        },
+        Segment {
+            q_row: 1,
+            ..causal(5..640, 0..700, 77)
+        },
+        Segment {
+            q_row: 1,
+            k_row: 1,
+            ..causal(640..830, 100..901, 1000)
+        },
+    ];
+    let shared = Segments::new(shared, (2, 830), (2, 910)).expect("legal segments");
+    vec![
+        ("long", documents(&[700, 1, 0, 533, 900])),
+        ("long, shared keys, windows, two rows", shared),
+    ]
+}
+
 /// A call on the host.
 pub(crate) struct Case {
     pub(crate) segments: Segments,

@@ -17,7 +17,7 @@ use burn_cp_kernels::{
 
 use crate::{
     Device,
-    cases::{Case, Results, causal, documents, lists, read},
+    cases::{Case, Results, causal, documents, lists, long_lists, read},
     wanted,
 };
 
@@ -169,6 +169,23 @@ pub(crate) fn check() -> u32 {
             add(Routine::Portable, (3, 3), (40, 72));
         }
         jobs.extend(with_options(dtype));
+        if dtype.0 == DType::F32 {
+            continue;
+        }
+        for (name, segments) in long_lists() {
+            for (routine, dims) in [
+                (Routine::TensorCore, (128, 128)),
+                (Routine::TensorCore, (120, 128)),
+                (Routine::Hopper, (128, 128)),
+            ] {
+                jobs.push(Job {
+                    name: format!("{name}, heads (4, 2), dims {dims:?}"),
+                    case: Case::new(segments.clone(), (4, 2), dims, options(), dtype.0),
+                    dtype,
+                    routine,
+                });
+            }
+        }
     }
     judge_all(jobs)
 }
@@ -210,6 +227,14 @@ pub(crate) fn small() -> u32 {
             }
         }
     }
+    for (name, segments) in long_lists() {
+        jobs.push(Job {
+            name: format!("{name}, dims (128, 128)"),
+            case: Case::new(segments, (2, 1), (128, 128), options(), bf16.0),
+            dtype: bf16,
+            routine: Routine::TensorCore,
+        });
+    }
     for (routine, dims) in [
         (Routine::Hopper, (192, 128)),
         (Routine::Hopper, (256, 256)),
@@ -233,7 +258,12 @@ pub(crate) fn bits() -> u32 {
     let mut wrong = 0;
     for routine in ROUTINES.into_iter().filter(|routine| wanted(*routine)) {
         let forced = options().with_routine(routine);
-        for (name, segments) in lists() {
+        // Which the portable routine has no kernel of its own for.
+        let long = match routine {
+            Routine::Portable => Vec::new(),
+            _ => long_lists(),
+        };
+        for (name, segments) in lists().into_iter().chain(long) {
             let case = Case::new(segments, (4, 2), (128, 128), forced.clone(), DType::BF16);
             let first = case.run(true);
             let same = (0..20).all(|_| case.run(true).all == first.all);

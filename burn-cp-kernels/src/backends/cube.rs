@@ -15,7 +15,7 @@ use crate::{
         AttentionOptions, AttentionOutput, AttentionProblem, Routine, RoutineChoice, Segments,
     },
     launch,
-    routines::{check_backward, check_inputs, check_merge, composed, portable},
+    routines::{check_backward, check_inputs, check_merge, check_outputs, composed, portable},
 };
 
 /// A CubeCL runtime that has kernels for attention.
@@ -223,15 +223,9 @@ where
             let q = &input.q;
             let choice = choose::<R>(&problem, q.dtype, &q.device, options)?;
             let one_dtype = input.out.dtype == q.dtype && input.dout.dtype == q.dtype;
+            let dtypes = [q.dtype, input.out.dtype, input.dout.dtype];
+            check_outputs(choice.routine, dtypes, options)?;
             match choice.routine {
-                // Merged outputs may be wider than the inputs, which its kernels do not read.
-                Routine::Hopper if !one_dtype && options.routine.is_some() => {
-                    Err(AttentionError::DType {
-                        what: "out and dout in routine hopper",
-                        expected: format!("{:?}, as q", q.dtype),
-                        got: format!("{:?} and {:?}", input.out.dtype, input.dout.dtype),
-                    })
-                }
                 Routine::Hopper if one_dtype => {
                     Ok(R::own_backward(input.clone(), &problem, segments, options))
                 }

@@ -20,7 +20,7 @@ use crate::{
         AttentionBackwardInput, AttentionError, AttentionGradients, AttentionInput,
         AttentionOptions, AttentionOutput, AttentionProblem, RoutineChoice, Segments,
     },
-    routines::{check_backward, check_inputs, check_merge},
+    routines::{check_backward, check_inputs, check_merge, check_outputs},
 };
 
 type Handles<B> =
@@ -176,7 +176,9 @@ impl<B: FusionBackend + AttentionBackend> AttentionBackend for Fusion<B> {
         let checked = || -> Result<AttentionProblem, AttentionError> {
             let problem = check_backward::<Self>(&input, segments, options)?;
             let device = input.q.client.device();
-            B::attention_routine(&problem, input.q.dtype(), device, options)?;
+            let choice = B::attention_routine(&problem, input.q.dtype(), device, options)?;
+            let dtypes = [input.q.dtype(), input.out.dtype(), input.dout.dtype()];
+            check_outputs(choice.routine, dtypes, options)?;
             Ok(problem)
         };
         let problem = checked().unwrap_or_else(|error| panic!("{error}"));

@@ -8,8 +8,8 @@ use super::{
     delta::{count, delta, dtype, numbers},
     schedule::{Tables, tables},
     tensors::{
-        address_type, arg, as_dtype, empty, empty_like, filled, sinks_f32, table, unused,
-        vector_size, with_contiguous_dim,
+        address_type, arg, as_dtype, empty, empty_like, filled, no_gradients, sinks_f32, table,
+        unused, vector_size, with_contiguous_dim,
     },
 };
 use crate::{
@@ -145,22 +145,20 @@ pub(crate) fn backward<R: CubeRuntime>(
 ) -> Result<AttentionGradients<CubeTensor<R>>, AttentionError> {
     let call = Call::new(&input.q, problem, segments, options, input.sinks.is_some())?;
     let [q, k, v] = [input.q, input.k, input.v].map(with_contiguous_dim);
-    if problem.num_heads * problem.q_tokens * problem.q_batch == 0
-        || problem.k_tokens * problem.k_batch == 0
-    {
+    if problem.num_heads * problem.q_tokens * problem.q_batch == 0 {
         let dsinks = input.sinks.map(|sinks| {
             let shape = [problem.num_heads].into();
             filled(&sinks, shape, 0.0, sinks.dtype)
         });
-        let zero = |shape: [usize; 4]| filled(&q, shape.into(), 0.0, q.dtype);
-        let dq = zero(problem.q_shape());
-        let (dk, dv) = (zero(problem.k_shape()), zero(problem.v_shape()));
-        return Ok(AttentionGradients::new(dq, dk, dv).with_dsinks(dsinks));
+        return Ok(no_gradients(&q, problem).with_dsinks(dsinks));
     }
     let [out, dout] = [input.out, input.dout].map(with_contiguous_dim);
     let lse = as_dtype(input.lse, DType::F32);
     let size = vector_size(&[&q, &k, &v, &out, &dout]);
     let (rows, dsinks) = delta(problem, options, [&out, &dout, &lse], input.sinks);
+    if problem.k_tokens * problem.k_batch == 0 {
+        return Ok(no_gradients(&q, problem).with_dsinks(dsinks));
+    }
     let tensors = Backward {
         q,
         k,

@@ -7,6 +7,7 @@ use cubecl::{client::ComputeClient, prelude::Runtime, server::Handle};
 use crate::{
     components::{COLUMNS, KEY_TILE_FIELDS, ROW_TILE_FIELDS, VISIT_FIELDS},
     definition::{AttentionError, DropoutPlace, Segment, Segments},
+    launch::tensors::table_place,
 };
 
 /// Records of one list of segments, and how many tiles they are.
@@ -284,7 +285,7 @@ pub(crate) fn tables<R: Runtime>(
     segments: &Segments,
     rows: [usize; 2],
 ) -> Result<Tables, AttentionError> {
-    let device = format!("{:?} {device:?}", device.type_id());
+    let device = format!("{:?} {}", device.type_id(), table_place(device));
     let uploaded: Arc<Uploaded> = segments.cache().get_or_make(
         |uploaded: &Uploaded| uploaded.rows == rows && uploaded.device == device,
         || Uploaded {

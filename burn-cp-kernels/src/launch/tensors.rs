@@ -1,5 +1,7 @@
 //! Tensors as kernels take them.
 
+use std::fmt::Debug;
+
 use burn::tensor::{DType, Shape, TensorMetadata};
 use burn_cubecl::{
     CubeRuntime,
@@ -8,7 +10,9 @@ use burn_cubecl::{
     tensor::CubeTensor,
 };
 use cubecl::prelude::{AddressType, ArrayArg, InputScalar, TensorArg};
-use cubecl::{client::ComputeClient, server::Handle};
+use cubecl::{client::ComputeClient, server::Handle, stream_id::StreamId};
+
+use crate::definition::{AttentionGradients, AttentionProblem};
 
 /// A tensor whose last dim is contiguous: itself, or a copy.
 pub(crate) fn with_contiguous_dim<R: CubeRuntime>(tensor: CubeTensor<R>) -> CubeTensor<R> {
@@ -70,6 +74,25 @@ pub(crate) fn sinks_f32<R: CubeRuntime>(sinks: CubeTensor<R>) -> CubeTensor<R> {
 /// Bytes before the tensor in its buffer.
 fn offset<R: CubeRuntime>(tensor: &CubeTensor<R>) -> u64 {
     tensor.handle.offset_start.unwrap_or(0)
+}
+
+/// Gradients of a call in which nothing sees anything, all 0.
+pub(super) fn no_gradients<R: CubeRuntime>(
+    q: &CubeTensor<R>,
+    problem: &AttentionProblem,
+) -> AttentionGradients<CubeTensor<R>> {
+    let zero = |shape: [usize; 4]| filled(q, shape.into(), 0.0, q.dtype);
+    AttentionGradients::new(
+        zero(problem.q_shape()),
+        zero(problem.k_shape()),
+        zero(problem.v_shape()),
+    )
+}
+
+/// Where a table is: the device, and the calling thread's stream on it. Memory goes back to the stream that it came from, which does not wait for
+/// what others still read.
+pub(super) fn table_place(device: &impl Debug) -> String {
+    format!("{device:?} {:?}", StreamId::current())
 }
 
 /// An uninitialised tensor with the order of dims in memory of `like`, if that is one of the two usual

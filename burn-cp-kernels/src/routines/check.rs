@@ -2,6 +2,8 @@
 
 use burn::tensor::{DType, TensorMetadata, backend::Backend, ops::FloatTensor};
 
+#[cfg(feature = "cubecl")]
+use crate::definition::Routine;
 use crate::definition::{
     AttentionBackwardInput, AttentionError, AttentionInput, AttentionOptions, AttentionOutput,
     AttentionProblem, Segments,
@@ -52,6 +54,24 @@ pub(crate) fn check_backward<B: Backend>(
     check_tensor::<B>("lse", &input.lse, &lse_shape, &input.q)?;
     check_tensor::<B>("dout", &input.dout, &out_shape, &input.q)?;
     Ok(problem)
+}
+
+/// Checks that a forced routine reads these dtypes, of q, out and dout: merged outputs may be wider than the inputs, which hopper's
+/// kernels do not read.
+#[cfg(feature = "cubecl")]
+pub(crate) fn check_outputs(
+    routine: Routine,
+    [q, out, dout]: [DType; 3],
+    options: &AttentionOptions,
+) -> Result<(), AttentionError> {
+    if routine == Routine::Hopper && options.routine.is_some() && (out != q || dout != q) {
+        return Err(AttentionError::DType {
+            what: "out and dout in routine hopper",
+            expected: format!("{q:?}, as q"),
+            got: format!("{out:?} and {dout:?}"),
+        });
+    }
+    Ok(())
 }
 
 /// Checks that two results are of the same queries.

@@ -47,7 +47,7 @@ pub(crate) fn check(
             });
         }
     }
-    if problem.q_tokens == 0 || problem.k_tokens == 0 {
+    if problem.q_batch * problem.q_tokens == 0 || problem.k_batch * problem.k_tokens == 0 {
         // The copy engine takes no empty tensor.
         return Err(AttentionError::Shape {
             what: "q and k",

@@ -18,4 +18,6 @@ mod table;
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub(crate) mod tensor_core;
 
+#[cfg(feature = "cubecl")]
+pub(crate) use check::check_outputs;
 pub(crate) use check::{check_backward, check_inputs, check_merge};

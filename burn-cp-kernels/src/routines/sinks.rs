@@ -14,13 +14,13 @@ pub(crate) fn apply<B: Backend>(
     sinks: Tensor<B, 1>,
 ) -> Tensor<B, 4> {
     // Not Burn's sigmoid, which computes in f32 whatever the dtype is.
-    out / ((per_head(sinks) - lse).exp() + 1.0)
+    out / ((per_head(sinks) - finite(lse)).exp() + 1.0)
 }
 
 /// `log(exp(lse) + exp(sink))`, `[batch, num_heads, tokens, 1]`.
 pub(crate) fn with_sinks<B: Backend>(lse: Tensor<B, 4>, sinks: Tensor<B, 1>) -> Tensor<B, 4> {
     let sinks = per_head(sinks).expand(lse.dims());
-    let max = lse.clone().max_pair(sinks.clone());
+    let max = finite(lse.clone().max_pair(sinks.clone()));
     max.clone() + ((lse - max.clone()).exp() + (sinks - max).exp()).log()
 }
 
@@ -37,6 +37,11 @@ pub(crate) fn gradient<B: Backend>(
     let blind = lse.equal_elem(f64::NEG_INFINITY);
     let sums = rows.mask_fill(blind, 0.0).sum_dim(2).sum_dim(0);
     sums.neg().reshape([num_heads])
+}
+
+/// Of rows without keys, whose log is -inf, a finite one: where a sink is as well, their difference would not be a number.
+fn finite<B: Backend>(log: Tensor<B, 4>) -> Tensor<B, 4> {
+    log.clamp_min(f64::from(f32::MIN))
 }
 
 fn per_head<B: Backend>(sinks: Tensor<B, 1>) -> Tensor<B, 4> {

@@ -5,8 +5,9 @@ use burn::{
     tensor::{DType, Int, Tensor, module, ops::AttentionModuleOptions},
 };
 use burn_cp_kernels::{
-    AttentionBackwardInput, AttentionError, AttentionOptions, Segment, Segments, Window,
-    attention_backward, attention_forward, check, varlen_attention,
+    AttentionBackwardInput, AttentionError, AttentionInput, AttentionOptions, Segment, Segments,
+    Window, attention_backward, attention_forward, attention_forward_with_sinks, check,
+    varlen_attention,
 };
 
 use crate::support::{
@@ -180,6 +181,56 @@ fn backward_accepts_merged_output_and_lse() {
         assert!(relative(actual, expected) < 1e-13);
         assert!(norm(expected) > 1.0);
     }
+}
+
+/// A sink of -inf is none, also where a row sees no key, whose log-sum-exp is -inf too.
+pub(crate) fn a_sink_of_minus_infinity_is_none<B: Tested>() {
+    let new = || Case::new(vec![causal(0..5, 0..2, 0)], (1, 5), (1, 2), SMALL);
+    let with = |sink| {
+        let mut case = new();
+        case.sinks = Some(vec![sink; 2]);
+        case.actual::<B>(DType::F32)
+    };
+    let (got, want) = (with(f64::NEG_INFINITY), new().actual::<B>(DType::F32));
+    for (got, want) in [
+        (&got.out, &want.out),
+        (&got.dq, &want.dq),
+        (&got.dk, &want.dk),
+        (&got.dv, &want.dv),
+    ] {
+        assert!(relative(got, want) < 1e-6, "{got:?}, wanted {want:?}");
+    }
+    assert!(got.out[..3 * 16].iter().all(|x| *x == 0.0));
+    assert!(got.dsinks.iter().all(|x| *x == 0.0), "{:?}", got.dsinks);
+}
+
+/// Of a call over some of the keys, given output and log-sum-exp over all.
+pub(crate) fn the_gradient_of_sinks_is_the_whole_where_a_part_sees_nothing<B: Tested>() {
+    let case = Case::new(vec![causal(0..6, 0..9, 0)], (1, 6), (1, 9), SMALL).with_sinks();
+    let want = case.actual::<B>(DType::F32).dsinks;
+    assert!(norm(&want) > 0.1);
+    let sinks = || case.sinks_on::<B>(DType::F32, &B::test_device());
+    let [q, k, v] = case.qkv::<B>(DType::F32);
+    let input = AttentionInput::new(q.clone(), k.clone(), v.clone()).with_sinks(sinks());
+    let output = attention_forward_with_sinks(input, &case.segments, &case.options);
+    for num_keys in [9, 0] {
+        let nothing = Segments::new(vec![], (1, 6), (1, num_keys)).unwrap();
+        let [k, v] = [&k, &v].map(|whole| whole.clone().slice([0..1, 0..2, 0..num_keys, 0..16]));
+        let (out, lse) = (output.out.clone(), output.lse.clone());
+        let dout = case.dout::<B>(DType::F32);
+        let input = AttentionBackwardInput::new(q.clone(), k, v, out, lse, dout);
+        let grads = attention_backward(input.with_sinks(sinks()), &nothing, &case.options);
+        assert!(values(&grads.dq).iter().all(|x| *x == 0.0));
+        assert!(relative(&values(&grads.dsinks.unwrap()), &want) < 1e-6);
+    }
+}
+
+#[test]
+fn sinks_at_their_limits() {
+    a_sink_of_minus_infinity_is_none::<Flex>();
+    a_sink_of_minus_infinity_is_none::<NdArray>();
+    the_gradient_of_sinks_is_the_whole_where_a_part_sees_nothing::<Flex>();
+    the_gradient_of_sinks_is_the_whole_where_a_part_sees_nothing::<NdArray>();
 }
 
 #[test]

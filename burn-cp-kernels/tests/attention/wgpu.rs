@@ -20,6 +20,7 @@ use proptest::prelude::*;
 
 use crate::{
     accuracy::segments,
+    behaviour,
     support::{Case, Heads, Results, Tested, causal, document, full, packed, values, window},
 };
 
@@ -203,6 +204,15 @@ fn no_segments_and_empty_buffers() {
     let results = blind.with_sinks().actual::<Cube>(DType::F32);
     let zeros = [&results.out, &results.dq, &results.dk, &results.dsinks];
     assert!(zeros.into_iter().flatten().all(|x| *x == 0.0));
+}
+
+#[test]
+fn sinks_at_their_limits() {
+    if !device_exists() {
+        return;
+    }
+    behaviour::a_sink_of_minus_infinity_is_none::<Cube>();
+    behaviour::the_gradient_of_sinks_is_the_whole_where_a_part_sees_nothing::<Cube>();
 }
 
 #[test]

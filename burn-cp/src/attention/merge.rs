@@ -51,6 +51,8 @@ impl<B: InnerAttention> Merger<B> {
             .cast(FloatDType::from(lse.dtype()))
             .reshape([1, num_heads, 1, 1]);
         let out = wrap::<B, 4>(&out).cast(FloatDType::from(wide));
+        // A row without keys has -inf, which a sink may have as well.
+        let by_row = by_row.clamp_min(f64::from(f32::MIN));
         let out = out / ((sinks - by_row).exp() + 1.0);
         AttentionOutput::new(unwrap(out.cast(FloatDType::from(dtype))), lse)
     }

@@ -23,7 +23,7 @@ use crate::{
         AttentionBackwardInput, AttentionGradients, AttentionInput, AttentionOptions,
         AttentionOutput, AttentionProblem, Segments,
     },
-    launch::tensors::{empty, empty_like, unused, with_contiguous_dim},
+    launch::tensors::{empty, empty_like, table_place, unused, with_contiguous_dim},
     routines::hopper::padded,
 };
 
@@ -48,7 +48,7 @@ fn tables<K: PartialEq + Clone + Send + Sync + 'static>(
     key: K,
     make: impl FnOnce() -> (Vec<Vec<u8>>, [usize; 2]),
 ) -> (Vec<Handle>, [usize; 2]) {
-    let key = (format!("{:?}", like.device), key);
+    let key = (table_place(&like.device), key);
     let table = segments.cache().get_or_make(
         |table: &Table<K>| table.key == key,
         || {
@@ -143,7 +143,11 @@ impl<'a> Call<'a> {
         maps: Vec<TensorMapBinding>,
         buffers: &[&Handle],
     ) {
+        // What is read through maps comes again at the end, behind what the kernel declares: CubeCL orders a stream behind others' work on
+        // buffers, not on what maps read.
+        let mapped: Vec<_> = maps.iter().map(|map| map.binding.clone()).collect();
         let bindings = buffers.iter().map(|handle| (*handle).clone().binding());
+        let bindings = bindings.chain(mapped);
         let arguments = KernelArguments::new()
             .with_tensor_maps(maps)
             .with_buffers(bindings.collect());

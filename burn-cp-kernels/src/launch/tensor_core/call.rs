@@ -27,7 +27,7 @@ use crate::{
         delta::delta,
         schedule::{Tables, tables},
         tensors::{
-            as_dtype, empty, empty_like, filled, sinks_f32, unused, with_chunks,
+            as_dtype, empty, empty_like, filled, no_gradients, sinks_f32, unused, with_chunks,
             with_contiguous_dim,
         },
     },
@@ -214,19 +214,19 @@ pub(crate) fn backward(
 ) -> Result<AttentionGradients<Tensor>, AttentionError> {
     let call = Call::new(&input.q, problem, segments, options, input.sinks.is_some())?;
     let [q, k, v] = [input.q, input.k, input.v].map(with_chunks);
-    if call.num_rows() == 0 || problem.k_tokens * problem.k_batch == 0 {
+    if call.num_rows() == 0 {
         let dsinks = input.sinks.map(|sinks| {
             let shape = [problem.num_heads].into();
             filled(&sinks, shape, 0.0, sinks.dtype)
         });
-        let zero = |shape: [usize; 4]| filled(&q, shape.into(), 0.0, q.dtype);
-        let dq = zero(problem.q_shape());
-        let (dk, dv) = (zero(problem.k_shape()), zero(problem.v_shape()));
-        return Ok(AttentionGradients::new(dq, dk, dv).with_dsinks(dsinks));
+        return Ok(no_gradients(&q, problem).with_dsinks(dsinks));
     }
     let [out, dout] = [input.out, input.dout].map(with_contiguous_dim);
     let lse = as_dtype(input.lse, DType::F32);
     let (rows, dsinks) = delta(problem, options, [&out, &dout, &lse], input.sinks);
+    if problem.k_tokens * problem.k_batch == 0 {
+        return Ok(no_gradients(&q, problem).with_dsinks(dsinks));
+    }
     let dout = with_chunks(as_dtype(dout, q.dtype));
     let shared = || {
         Bindings::default()

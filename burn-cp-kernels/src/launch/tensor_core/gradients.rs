@@ -13,7 +13,7 @@ use crate::{
     kernels::tensor_core::shares::TURNS,
     launch::{
         hopper::plan::{BackwardPlan, backward_of},
-        tensors::{empty_like, filled},
+        tensors::{empty_like, filled, table_place},
     },
 };
 
@@ -38,10 +38,7 @@ fn tables(like: &Tensor, segments: &Segments, problem: &AttentionProblem) -> Joi
     let hardware = &like.client.properties().hardware;
     let num_cubes = hardware.num_streaming_multiprocessors.unwrap_or(128) as usize;
     let heads = [problem.num_heads, problem.num_kv_heads];
-    let key = (
-        format!("{:?}", like.device),
-        [heads[0], heads[1], num_cubes],
-    );
+    let key = (table_place(&like.device), [heads[0], heads[1], num_cubes]);
     let uploaded = segments.cache().get_or_make(
         |uploaded: &Uploaded| uploaded.key == key,
         || {

@@ -43,10 +43,10 @@ pub(crate) fn backward<B: Backend>(
     let sinks: Option<Tensor<B, 1>> = input.sinks.map(|sinks| load(sinks, dtype));
     let mut dsinks = sinks.clone().map(|sinks| sinks.zeros_like());
 
-    if segments
-        .iter()
-        .any(|segment| segment.num_blind_queries() < segment.num_q())
-    {
+    let sees = |segment: &Segment| segment.num_blind_queries() < segment.num_q();
+    let any = segments.iter().any(sees);
+    // The gradient of sinks is that of the whole call, whose other keys may be elsewhere.
+    if any || (sinks.is_some() && problem.lse_shape().iter().product::<usize>() > 0) {
         let dout: Tensor<B, 4> = load(input.dout, dtype);
         let lse: Tensor<B, 3> = load(input.lse, dtype);
         let delta = row_products(dout.clone(), load(input.out, dtype));
@@ -69,6 +69,9 @@ pub(crate) fn backward<B: Backend>(
             problem,
         };
         for (segment, place) in segments.iter().zip(segments.places()) {
+            if !sees(segment) {
+                continue;
+            }
             let dropping = Dropping {
                 segment,
                 place: *place,
