@@ -268,7 +268,9 @@ fn connect(place: &Place, options: ProcessOptions) -> Result<Processes, LaunchEr
                 place.rank,
                 Some("the start of MPI".into()),
                 FailureCause::Reported(error.to_string()),
-            )
+            );
+            // The others hear of it before the connections close.
+            end(&world, place.rank, None);
         })?;
     match world {
         World::Processes(processes) => Ok(Processes {

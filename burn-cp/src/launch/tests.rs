@@ -61,3 +61,26 @@ fn a_process_lets_go_of_its_devices_before_it_waits_for_what_works_for_them() {
     assert_eq!(let_go.load(Ordering::Acquire), 1);
     drop((context, kept));
 }
+
+/// What throws when it is dropped.
+struct Thrown;
+
+impl Drop for Thrown {
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            panic!("again");
+        }
+    }
+}
+
+#[test]
+fn a_rank_whose_panic_panics_is_a_failure_like_any_other() {
+    let failed = threads(2, |rank| {
+        if rank.rank() == 1 {
+            std::panic::panic_any(Thrown);
+        }
+        Ok::<_, CommError>(())
+    });
+    let error = failed.unwrap_err().to_string();
+    assert!(error.contains("rank 1"), "{error}");
+}

@@ -2,6 +2,7 @@
 
 use std::{
     error::Error,
+    panic::{AssertUnwindSafe, catch_unwind},
     sync::{Arc, mpsc},
     thread,
     time::{Duration, Instant},
@@ -200,7 +201,13 @@ where
     E: Into<Box<dyn Error + Send + Sync>>,
 {
     let rank = context.rank();
-    let (value, cause) = outcome(context, f);
+    let ended = catch_unwind(AssertUnwindSafe(|| outcome(context, f)));
+    let (value, cause) = ended.unwrap_or_else(|panic| {
+        // What is thrown may throw again when it is dropped.
+        std::mem::forget(panic);
+        let cause = FailureCause::Panic("after its program had ended".to_owned());
+        (None, Some(cause))
+    });
     if let Some(cause) = cause {
         hub.fail(rank, None, cause);
     }

@@ -106,6 +106,7 @@ fn carry_out(world: &SimpleCommunicator, transfer: Messages) {
                 continue;
             }
             let mut outstanding: Vec<usize> = requests.iter().map(|(rank, _)| *rank).collect();
+            outstanding.sort_unstable();
             outstanding.dedup();
             *progress
                 .outstanding

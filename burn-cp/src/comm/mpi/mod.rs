@@ -138,6 +138,9 @@ impl InFlight {
     }
 }
 
+/// How much later than the deadline a rank names one of several that it waits for.
+const LATER: Duration = Duration::from_secs(1);
+
 /// A transfer that was started, among ranks that have compared what they do.
 #[derive(Debug)]
 pub(crate) struct Transfer(Option<Waited>);
@@ -173,7 +176,12 @@ impl Transfer {
                 return Some(failure.as_peer_failure());
             }
             let waited = start.elapsed();
-            if waited < world.deadline() {
+            // One who waits for a single rank knows who is late; of several most wait themselves, so that others are let speak first.
+            let deadline = match outstanding[..] {
+                [_] => world.deadline(),
+                _ => world.deadline().saturating_add(LATER),
+            };
+            if waited < deadline {
                 return None;
             }
             let culprit = outstanding.first().copied().unwrap_or(rank);

@@ -10,7 +10,7 @@ use std::{
 
 use super::{
     ConnectError, GRACE,
-    frames::{self, Answer, Blob, Group, Hello, MAX_FRAME, MAX_HELLO, Refusal, Request, why_lost},
+    frames::{self, Answer, Blob, Group, Hello, MAX_FRAME, Refusal, Request, why_lost},
     pulse,
     reach::{Handshake, reach, shake_hands},
     server::too_large,
@@ -20,6 +20,11 @@ use crate::comm::{
     error::SentCause,
     hub::{Attendance, MeetingKey},
 };
+
+/// How long a rank waits before it knocks again where nobody spoke.
+const AGAIN: Duration = Duration::from_millis(100);
+/// What may be told instead of a welcome: all ranks that are missing, of any world.
+const MAX_FIRST_ANSWER: usize = 1 << 20;
 
 /// The control plane in a process that is not rank 0.
 #[derive(Debug)]
@@ -60,7 +65,6 @@ impl Client {
     ) -> Result<Self, ConnectError> {
         let address = format!("{host}:{port}");
         let start = Instant::now();
-        let mut stream = reach(host, port, deadline)?;
         let unreachable = |error: io::Error| ConnectError::Unreachable {
             address: address.clone(),
             waited: start.elapsed(),
@@ -71,16 +75,25 @@ impl Client {
             world_size,
             job: job.to_owned(),
         };
-        shake_hands(&mut stream, &address, deadline, &hello).map_err(|error| match error {
-            Handshake::Io(error) => unreachable(error),
-            Handshake::Foreign(error) => error,
-        })?;
+        let mut stream = loop {
+            let left = deadline.saturating_sub(start.elapsed());
+            let mut stream = reach(host, port, left)?;
+            match shake_hands(&mut stream, &address, deadline, &hello) {
+                Ok(()) => break stream,
+                // What forwards connections takes them before rank 0 is there.
+                Err(Handshake::Closed(_)) if !left.is_zero() => thread::sleep(AGAIN.min(left)),
+                Err(Handshake::Closed(error) | Handshake::Io(error)) => {
+                    return Err(unreachable(error));
+                }
+                Err(Handshake::Foreign(error)) => return Err(error),
+            }
+        };
         // Rank 0 waits for the others up to its deadline, which began earlier or later than this one.
-        let patience = deadline.saturating_mul(2) + GRACE;
+        let patience = deadline.saturating_mul(2).saturating_add(GRACE);
         stream
             .set_read_timeout(Some(patience))
             .map_err(unreachable)?;
-        let deadline = match frames::read(&mut stream, MAX_HELLO).map_err(unreachable)? {
+        let deadline = match frames::read(&mut stream, MAX_FIRST_ANSWER).map_err(unreachable)? {
             Answer::Welcome { deadline } => deadline,
             answer => {
                 let refusal = match answer {
@@ -247,7 +260,8 @@ impl Client {
                 }));
             }
             // Rank 0 answers by its deadline; that it is there, who listens here knows.
-            let patience = self.shared.deadline.saturating_mul(2) + GRACE;
+            let patience = self.shared.deadline.saturating_mul(2);
+            let patience = patience.saturating_add(GRACE);
             if start.elapsed() > patience {
                 drop(inbox);
                 self.shared.lose(&io::ErrorKind::TimedOut.into());
@@ -299,8 +313,28 @@ impl Shared {
                 cause: FailureCause::Reported(why_lost(error)),
             });
         }
+        let lost = inbox.failure.clone().filter(|_| !inbox.closed);
         drop(inbox);
+        if let Some(failure) = lost {
+            self.tell_why(&failure);
+        }
         self.close();
+    }
+
+    /// Tells rank 0, which may be there all the same, why this rank leaves, if that can be done at once.
+    fn tell_why(&self, failure: &RankFailure) {
+        let Ok(_writing) = self.writing.try_lock() else {
+            return;
+        };
+        let request = Request::Fail {
+            rank: failure.rank,
+            op: Some(failure.op.clone()),
+            cause: (&failure.cause).into(),
+        };
+        if let Ok(bytes) = frames::encode(&request) {
+            let _ = self.stream.set_write_timeout(Some(GRACE));
+            let _ = (&self.stream).write_all(&bytes);
+        }
     }
 
     /// Reads what rank 0 sends until the connection ends.

@@ -3,7 +3,10 @@
 use std::{
     io::{self, Read, Write},
     net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs},
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+    },
     thread,
     time::{Duration, Instant},
 };
@@ -15,6 +18,8 @@ use super::{
 
 /// How long a process that knocks may take to say who it is.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// How many, besides the ranks, may not have said so at once.
+const MOST_UNHEARD: usize = 64;
 /// How often rank 0 looks for who knocks, before and after the world has started.
 const LOOK: [Duration; 2] = [Duration::from_millis(5), Duration::from_millis(50)];
 
@@ -35,9 +40,13 @@ impl Listener {
             address: address.clone(),
             reason: error.to_string(),
         };
-        let found: Vec<SocketAddr> = (host, port).to_socket_addrs().map_err(failed)?.collect();
+        // A name that does not resolve yet, where the others look for it, says nothing of where to listen here.
+        let found = (host, port).to_socket_addrs().inspect_err(|error| {
+            tracing::warn!(host, %error, "rank 0's own name does not resolve here");
+        });
+        let found: Vec<SocketAddr> = found.into_iter().flatten().collect();
         let literal = host == "localhost" || host.parse::<std::net::IpAddr>().is_ok();
-        let v6 = found.iter().all(SocketAddr::is_ipv6);
+        let v6 = !found.is_empty() && found.iter().all(SocketAddr::is_ipv6);
         let at: SocketAddr = match found.iter().find(|at| at.is_ipv4() || v6) {
             Some(at) if literal && at.ip().is_loopback() => *at,
             _ if v6 => (Ipv6Addr::UNSPECIFIED, port).into(),
@@ -74,6 +83,7 @@ impl Listener {
                 started: false,
             }),
             came: Condvar::new(),
+            num_unheard: AtomicUsize::new(0),
         });
         let (socket, address, inside) = (self.socket, self.address, door.clone());
         thread::spawn(move || inside.keep(&socket));
@@ -104,6 +114,8 @@ pub(super) struct Door {
     deadline: Duration,
     seats: Mutex<Seats>,
     came: Condvar,
+    /// Connections that have not said who they are.
+    num_unheard: AtomicUsize,
 }
 
 #[derive(Debug)]
@@ -142,28 +154,42 @@ impl Door {
                 LOOK[usize::from(seats.started)]
             };
             match socket.accept() {
-                Ok((stream, from)) => {
-                    let door = self.clone();
-                    // Each in a thread of its own: one that says nothing holds up nobody.
-                    thread::spawn(move || {
-                        if let Err(error) = door.hear(stream) {
-                            tracing::warn!(%from, %error, "let go a connection that is no rank");
-                        }
-                    });
-                }
+                Ok((stream, from)) => self.clone().take_in(stream, from),
                 Err(_) => thread::sleep(look),
             }
+        }
+    }
+
+    /// Hears who knocks in a thread of its own, so that one who says nothing holds up nobody. Where too many have said nothing yet, this one is
+    /// let go; a rank comes again.
+    fn take_in(self: Arc<Self>, stream: TcpStream, from: SocketAddr) {
+        let most = MOST_UNHEARD + self.world_size;
+        let unheard = Unheard::new(self);
+        if unheard.0.num_unheard.load(Ordering::Acquire) > most {
+            tracing::warn!(%from, most, "let go a connection: too many have not said who they are");
+            return;
+        }
+        let hear = move || {
+            if let Err(error) = unheard.0.hear(stream) {
+                tracing::warn!(%from, %error, "let go a connection that is no rank");
+            }
+        };
+        if let Err(error) = thread::Builder::new().name("door".into()).spawn(hear) {
+            tracing::warn!(%from, %error, "let go a connection");
         }
     }
 
     fn hear(&self, mut stream: TcpStream) -> io::Result<()> {
         stream.set_nonblocking(false)?;
         stream.set_nodelay(true)?;
-        stream.set_read_timeout(Some(self.deadline.min(PATIENCE)))?;
         stream.set_write_timeout(Some(self.deadline))?;
         stream.write_all(&frames::opening())?;
+        let mut in_time = InTime {
+            stream: &stream,
+            end: Instant::now() + self.deadline.min(PATIENCE),
+        };
         let mut opening = [0; OPENING_LEN];
-        stream.read_exact(&mut opening)?;
+        in_time.read_exact(&mut opening)?;
         match frames::version_of(opening) {
             Some(VERSION) => {}
             Some(other) => {
@@ -176,8 +202,13 @@ impl Door {
                 return Err(io::Error::new(io::ErrorKind::InvalidData, reason));
             }
         }
-        let hello: Hello = frames::read(&mut stream, MAX_HELLO)?;
+        let hello: Hello = frames::read(&mut in_time, MAX_HELLO)?;
         let mut seats = self.lock();
+        if !(seats.open || seats.started) {
+            drop(seats);
+            let reason = "rank 0 did not wait any longer".to_owned();
+            return frames::write(&mut stream, &Answer::Refused(Refusal::GaveUp { reason }));
+        }
         if let Some(refusal) = self.refusal(&seats, &hello) {
             let who = format!("rank {} ({refusal})", hello.rank);
             tracing::warn!(%who, "refused a process");
@@ -244,8 +275,45 @@ fn is_alive(stream: &TcpStream) -> bool {
     if !blocking(false) {
         return false;
     }
-    let ended = matches!(stream.peek(&mut [0]), Ok(0));
+    let ended = match stream.peek(&mut [0]) {
+        Ok(len) => len == 0,
+        Err(error) => error.kind() != io::ErrorKind::WouldBlock,
+    };
     blocking(true) && !ended
+}
+
+/// Counts one who has not said who it is yet.
+struct Unheard(Arc<Door>);
+
+impl Unheard {
+    fn new(door: Arc<Door>) -> Self {
+        door.num_unheard.fetch_add(1, Ordering::AcqRel);
+        Self(door)
+    }
+}
+
+impl Drop for Unheard {
+    fn drop(&mut self) {
+        self.0.num_unheard.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+/// What is read until some moment, however little comes at a time.
+struct InTime<'a> {
+    stream: &'a TcpStream,
+    end: Instant,
+}
+
+impl Read for InTime<'_> {
+    fn read(&mut self, to: &mut [u8]) -> io::Result<usize> {
+        let left = self.end.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        self.stream.set_read_timeout(Some(left))?;
+        let mut stream = self.stream;
+        stream.read(to)
+    }
 }
 
 /// Bytes for people.

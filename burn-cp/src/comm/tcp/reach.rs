@@ -16,6 +16,9 @@ use super::{
 /// The waits between two attempts to reach rank 0: the first, and the longest.
 const BACKOFF: [Duration; 2] = [Duration::from_millis(10), Duration::from_secs(1)];
 
+/// How long an address is tried that is not the only one.
+const ONE_ADDRESS: Duration = Duration::from_secs(5);
+
 /// A connection to whatever listens there, tried until the deadline.
 pub(super) fn reach(host: &str, port: u16, deadline: Duration) -> Result<TcpStream, ConnectError> {
     let (start, mut pause) = (Instant::now(), BACKOFF[0]);
@@ -23,8 +26,16 @@ pub(super) fn reach(host: &str, port: u16, deadline: Duration) -> Result<TcpStre
         let left = deadline.saturating_sub(start.elapsed());
         let attempt = (host, port).to_socket_addrs().and_then(|found| {
             let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
-            for at in found {
-                match TcpStream::connect_timeout(&at, left.max(BACKOFF[0])) {
+            let found: Vec<SocketAddr> = found.collect();
+            for (i, at) in found.iter().copied().enumerate() {
+                // One of several may drop what is sent to it.
+                let left = deadline.saturating_sub(start.elapsed());
+                let share = left / u32::try_from(found.len() - i).unwrap_or(u32::MAX);
+                let patience = match found.len() {
+                    1 => left,
+                    _ => share.min(ONE_ADDRESS),
+                };
+                match TcpStream::connect_timeout(&at, patience.max(BACKOFF[0])) {
                     Ok(stream) if is_itself(&stream, at) => {
                         last = io::ErrorKind::ConnectionRefused.into();
                     }
@@ -56,6 +67,8 @@ fn is_itself(stream: &TcpStream, at: SocketAddr) -> bool {
 
 /// How a handshake ends badly.
 pub(super) enum Handshake {
+    /// The connection ended before anything was said.
+    Closed(io::Error),
     Io(io::Error),
     Foreign(ConnectError),
 }
@@ -76,7 +89,9 @@ pub(super) fn shake_hands(
     stream.set_nodelay(true)?;
     stream.set_read_timeout(Some(deadline))?;
     stream.set_write_timeout(Some(deadline))?;
-    stream.write_all(&frames::opening())?;
+    stream
+        .write_all(&frames::opening())
+        .map_err(Handshake::Closed)?;
     let mut opening = [0; OPENING_LEN];
     let foreign = |got: String| {
         Handshake::Foreign(ConnectError::Foreign {
@@ -95,7 +110,7 @@ pub(super) fn shake_hands(
         {
             return Err(foreign("nothing".to_owned()));
         }
-        Err(error) => return Err(error.into()),
+        Err(error) => return Err(Handshake::Closed(error)),
     }
     match frames::version_of(opening) {
         Some(VERSION) => {}

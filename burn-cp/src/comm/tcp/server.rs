@@ -4,7 +4,7 @@ use std::{
     net::{Shutdown, TcpStream},
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{
-        Arc, Condvar, Mutex, PoisonError,
+        Arc, Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
         mpsc,
     },
@@ -35,11 +35,35 @@ pub(crate) struct Server {
 #[derive(Debug)]
 struct Shared {
     connections: Vec<Arc<Connection>>,
-    /// Connections that are still read from.
-    num_read: Mutex<usize>,
+    open: Mutex<Open>,
     closed: Condvar,
     /// Connections end because rank 0 closes them.
     closing: AtomicBool,
+}
+
+/// Numbers of connections.
+#[derive(Debug)]
+struct Open {
+    /// Still read from.
+    read: usize,
+    /// Not told of the world's end yet.
+    told: usize,
+}
+
+impl Shared {
+    fn open(&self) -> MutexGuard<'_, Open> {
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn count(&self, down: impl FnOnce(&mut Open)) {
+        down(&mut self.open());
+        self.closed.notify_all();
+    }
+
+    /// Waits for as long at most.
+    fn wait_until(&self, limit: Duration, done: impl Fn(&Open) -> bool) {
+        drop((self.closed).wait_timeout_while(self.open(), limit, |open| !done(open)));
+    }
 }
 
 /// One rank's connection. Whole frames are written under the lock.
@@ -76,7 +100,10 @@ impl Server {
             })
             .collect();
         let shared = Arc::new(Shared {
-            num_read: Mutex::new(connections.len()),
+            open: Mutex::new(Open {
+                read: connections.len(),
+                told: connections.len(),
+            }),
             closed: Condvar::new(),
             closing: AtomicBool::new(false),
             connections,
@@ -89,13 +116,15 @@ impl Server {
             let (at, table, all) = (connection.clone(), hub.clone(), shared.clone());
             thread::spawn(move || {
                 listen(&at, &table, &requests, &all.closing);
-                *all.num_read.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
-                all.closed.notify_all();
+                all.count(|open| open.read -= 1);
             });
             let (at, table) = (connection.clone(), hub.clone());
             thread::spawn(move || stand_in(&at, &table, &queue));
-            let (at, table) = (connection.clone(), hub.clone());
-            thread::spawn(move || proclaim(&at, &table));
+            let (at, table, all) = (connection.clone(), hub.clone(), shared.clone());
+            thread::spawn(move || {
+                proclaim(&at, &table);
+                all.count(|open| open.told -= 1);
+            });
         }
         Self { hub, shared, door }
     }
@@ -114,21 +143,19 @@ impl Server {
         let all = |ended: &[bool]| ended.iter().all(|ended| *ended);
         let failure = loop {
             match self.hub.wait_settled(self.hub.deadline(), all) {
-                (None, false) => {}
+                (None, false) => tracing::warn!("waits for ranks whose programs have not ended"),
                 (failure, _) => break failure,
             }
         };
         self.hub.wait_ended(GRACE, all);
+        // A rank that is not told of the end takes the end of its connection for this rank's; one of a world that has failed knows already.
+        let patience = match &failure {
+            None => self.hub.deadline(),
+            Some(_) => GRACE,
+        };
+        self.shared.wait_until(patience, |open| open.told == 0);
         // A socket that is closed with something unread takes back what it has sent.
-        let num_read = self
-            .shared
-            .num_read
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        let _ = self
-            .shared
-            .closed
-            .wait_timeout_while(num_read, GRACE, |num| *num > 0);
+        self.shared.wait_until(GRACE, |open| open.read == 0);
         self.close();
         failure
     }

@@ -9,7 +9,7 @@ use std::{
 
 use super::{LONG, Outcome, SHORT, free_port, join, place, watch};
 use crate::{
-    comm::{CommError, ConnectError, Refusal, bind},
+    comm::{CommError, ConnectError, Listener, Refusal, bind, tcp::frames},
     launch::{LaunchError, Place, Process},
     mesh::DeviceMesh,
 };
@@ -197,4 +197,79 @@ fn a_late_rank_is_waited_for_and_an_early_one_tries_again() {
         });
         assert_eq!(ranks.map(|rank| rank.join().unwrap().unwrap()), [0, 1]);
     }
+}
+
+#[test]
+fn more_connections_than_anyone_needs_keep_no_rank_out() {
+    let _watch = watch();
+    let mut idle = Vec::new();
+    let outcomes = pair_with(|port| {
+        while idle.len() < 200 {
+            match TcpStream::connect(("127.0.0.1", port)) {
+                Ok(stream) => idle.push(stream),
+                Err(_) => thread::sleep(Duration::from_millis(5)),
+            }
+        }
+        // Behind the second rank's first attempts.
+        let idle = std::mem::take(&mut idle);
+        thread::spawn(move || {
+            thread::sleep(Duration::from_millis(500));
+            drop(idle);
+        });
+    });
+    for outcome in outcomes {
+        assert_eq!(outcome.unwrap(), [0, 1]);
+    }
+}
+
+#[test]
+fn one_who_says_little_at_a_time_is_let_go_in_time() {
+    let _watch = watch();
+    let port = free_port();
+    let zero = thread::spawn(move || join(&place(0, 2, port), SHORT).map(|_| ()));
+    let mut stream = loop {
+        match TcpStream::connect(("127.0.0.1", port)) {
+            Ok(stream) => break stream,
+            Err(_) => thread::sleep(Duration::from_millis(5)),
+        }
+    };
+    let start = Instant::now();
+    // The opening of a rank, the length of what follows, and then too little.
+    let mut opening = frames::opening().to_vec();
+    opening.extend(4_000_u32.to_le_bytes());
+    stream.write_all(&opening).unwrap();
+    while stream.write_all(b"x").is_ok() {
+        assert!(start.elapsed() < LONG / 4, "still heard");
+        thread::sleep(SHORT / 20);
+    }
+    assert!(zero.join().unwrap().is_err());
+}
+
+/// As what forwards connections does before rank 0 is there.
+#[test]
+fn a_connection_that_ends_before_anything_was_said_is_tried_again() {
+    let _watch = watch();
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let one = thread::spawn(move || join(&place(1, 2, port), LONG)?.run(|_| Ok::<_, CommError>(1)));
+    for stream in listener.incoming().take(2) {
+        drop(stream.unwrap());
+    }
+    drop(listener);
+    let zero = loop {
+        match join(&place(0, 2, port), LONG) {
+            Err(LaunchError::Connect(ConnectError::Listen { .. })) => {
+                thread::sleep(Duration::from_millis(20));
+            }
+            other => break other.unwrap(),
+        }
+    };
+    assert_eq!(zero.run(|_| Ok::<_, CommError>(0)).unwrap(), 0);
+    assert_eq!(one.join().unwrap().unwrap(), 1);
+}
+
+#[test]
+fn rank_0_listens_where_its_own_name_does_not_resolve() {
+    let listener = Listener::bind("no-such-host.invalid", 0).unwrap();
+    assert!(TcpStream::connect(("127.0.0.1", listener.port())).is_ok());
 }
