@@ -50,6 +50,8 @@ impl AttentionCall {
         kernel
             .check()
             .unwrap_or_else(|error| panic!("attention: {error}"));
+        // Nothing is dropped, so that no exchange has to know what.
+        kernel.dropout = kernel.dropout.filter(|dropout| dropout.p > 0.0);
         Self {
             prepared,
             group,

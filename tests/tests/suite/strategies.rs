@@ -281,6 +281,22 @@ fn tokens_that_move_are_those_that_straddling_documents_need() {
 }
 
 #[test]
+fn dropout_of_nothing_is_none() {
+    let nothing = AttentionOptions::causal().with_dropout(Dropout::new(0.0, 1));
+    on_groups(&[("cp", 2)], |groups| {
+        let config = ContextParallelConfig {
+            exchange: ExchangeStrategy::Ring,
+            ..config(&LayoutPolicy::HeadTail)
+        };
+        let batch = SequenceBatch::<TestBackend>::from_ids(TensorData::zeros::<i64, _>([1, 16]));
+        let step = sharder(&groups, config).shard(batch, &device()).unwrap();
+        attend(&step, &shape(2, 1), &nothing);
+        let taken = step.exchange(&shape(2, 1), &nothing).unwrap();
+        assert_eq!(taken, ExchangeStrategy::Ring);
+    });
+}
+
+#[test]
 fn ranks_may_leave_different_numbers_of_multiprocessors_free() {
     on_groups(&[("cp", 2)], |groups| {
         let config = ContextParallelConfig {

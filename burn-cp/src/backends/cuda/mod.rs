@@ -108,7 +108,7 @@ fn join(
     let gpus = group.host_all_gather("GPUs", (gpu, claim.is_none()))?;
     if let Some(sharing) = who_shares(group, &gpus) {
         if group.transport() == Transport::Threads {
-            tracing::info!(
+            tracing::warn!(
                 group = group.name(),
                 "{sharing}, so that tensors travel through the host"
             );

@@ -71,7 +71,7 @@ pub(super) struct Shared {
     pub(super) error: Mutex<Option<NcclError>>,
     pub(super) observer: Option<Observer>,
     pub(super) deadline: Duration,
-    _claim: Option<Claim>,
+    claim: Mutex<Option<Claim>>,
 }
 
 /// A rank's place among those that join.
@@ -159,7 +159,7 @@ impl Communicator {
             error: Mutex::default(),
             observer,
             deadline,
-            _claim: claim,
+            claim: Mutex::new(claim),
         });
         let watchdog = Watchdog::start(&shared);
         Ok(Self {
@@ -335,6 +335,13 @@ impl Shared {
             // SAFETY: once, and not after it was destroyed, which takes it out of the lock. There is nothing to do about an error.
             unsafe { sys::ncclCommAbort(self.handle.0) };
         }
+    }
+
+    /// Other ranks may have the GPU: nothing of this one's is started any more.
+    pub(super) fn leave_device(&self) {
+        (self.claim.lock())
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
     }
 
     /// Waits, a while, until the device's thread has run all tasks that use the communicator.

@@ -48,6 +48,7 @@ impl Watchdog {
             }
             // The process must not end under the device's thread.
             shared.wait_for_announced();
+            shared.leave_device();
         };
         let thread = thread::Builder::new().name("nccl-watchdog".into());
         let stop = match thread.spawn(watch) {

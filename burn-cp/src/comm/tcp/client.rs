@@ -77,7 +77,7 @@ impl Client {
         };
         let mut stream = loop {
             let left = deadline.saturating_sub(start.elapsed());
-            let mut stream = reach(host, port, left)?;
+            let mut stream = reach(host, port, (start, deadline))?;
             match shake_hands(&mut stream, &address, deadline, &hello) {
                 Ok(()) => break stream,
                 // What forwards connections takes them before rank 0 is there.

@@ -19,9 +19,13 @@ const BACKOFF: [Duration; 2] = [Duration::from_millis(10), Duration::from_secs(1
 /// How long an address is tried that is not the only one.
 const ONE_ADDRESS: Duration = Duration::from_secs(5);
 
-/// A connection to whatever listens there, tried until the deadline.
-pub(super) fn reach(host: &str, port: u16, deadline: Duration) -> Result<TcpStream, ConnectError> {
-    let (start, mut pause) = (Instant::now(), BACKOFF[0]);
+/// A connection to whatever listens there, tried until the deadline, which counts from `start`.
+pub(super) fn reach(
+    host: &str,
+    port: u16,
+    (start, deadline): (Instant, Duration),
+) -> Result<TcpStream, ConnectError> {
+    let mut pause = BACKOFF[0];
     loop {
         let left = deadline.saturating_sub(start.elapsed());
         let attempt = (host, port).to_socket_addrs().and_then(|found| {

@@ -148,12 +148,11 @@ impl Server {
             }
         };
         self.hub.wait_ended(GRACE, all);
-        // A rank that is not told of the end takes the end of its connection for this rank's; one of a world that has failed knows already.
-        let patience = match &failure {
-            None => self.hub.deadline(),
-            Some(_) => GRACE,
-        };
-        self.shared.wait_until(patience, |open| open.told == 0);
+        if failure.is_none() {
+            // A rank that is not told of the end takes the end of its connection for this rank's.
+            let patience = self.hub.deadline();
+            self.shared.wait_until(patience, |open| open.told == 0);
+        }
         // A socket that is closed with something unread takes back what it has sent.
         self.shared.wait_until(GRACE, |open| open.read == 0);
         self.close();

@@ -100,7 +100,10 @@ impl<B: ContextParallelBackend> CpStep<B> {
     /// [`ExchangeStrategy::Auto`] stands for. Pure host; the same on every rank. A model may ask before it computes anything.
     ///
     /// # Errors
-    /// The strategy cannot serve this step's layout and documents, or these heads.
+    /// The strategy cannot serve this step's layout and documents, these heads, or dropout.
+    ///
+    /// # Panics
+    /// A scale or a probability of dropout that no call takes.
     pub fn exchange(
         &self,
         shape: &CostShape,

@@ -1,6 +1,20 @@
 //! Between two ranks that are threads with a GPU each.
 
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
 use super::*;
+
+/// Ranks of one world alone have the GPUs: those of another would go through the host.
+fn gpus() -> MutexGuard<'static, ()> {
+    static GPUS: Mutex<()> = Mutex::new(());
+    GPUS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Fails where the group's tensors go through the host.
+fn assert_joined(group: &ProcessGroup) {
+    let joined = group.device_transport::<Option<Communicator>>(|| panic!("not looked for yet"));
+    assert!(joined.unwrap().is_some(), "through the host");
+}
 
 /// Uneven shares, rows for several ranks, and none for some.
 fn between_two(rank: usize) -> Vec<(Collective, usize)> {
@@ -73,6 +87,7 @@ where
     B::Device: RankDevice,
 {
     let mesh = DeviceMesh::new([("cp", 2)]).unwrap();
+    let _gpus = gpus();
     launch::threads(2, |rank| {
         let group = comm::bind(&mesh, &rank)?.along(&["cp"])?;
         let device = B::Device::of_rank(&rank)?;
@@ -135,6 +150,7 @@ where
     B::Device: RankDevice,
 {
     let mesh = DeviceMesh::new([("cp", 2)]).unwrap();
+    let _gpus = gpus();
     launch::threads(2, |rank| {
         let group = comm::bind(&mesh, &rank)?.along(&["cp"])?;
         let device = B::Device::of_rank(&rank)?;
@@ -159,6 +175,7 @@ where
             let all: Vec<f32> = all.into_data().iter::<f32>().collect();
             assert!(all[..len].iter().all(|x| *x == 3.0) && all[len..].iter().all(|x| *x == 6.0));
         }
+        assert_joined(&group);
         Ok::<_, Box<dyn std::error::Error + Send + Sync>>(())
     })
     .unwrap();
@@ -181,6 +198,7 @@ fn operations_are_ordered_among_kernels_of_both_devices() {
     }
     let mesh = DeviceMesh::new([("cp", 2)]).unwrap();
     let n = 1024;
+    let _gpus = gpus();
     launch::threads(2, |rank| {
         let (group, me) = (comm::bind(&mesh, &rank)?.along(&["cp"])?, rank.rank());
         let device = <Plain as burn::tensor::backend::BackendTypes>::Device::of_rank(&rank)?;
@@ -232,6 +250,7 @@ fn operations_are_ordered_among_kernels_of_both_devices() {
                 drop(overwritten);
             }
         }
+        assert_joined(&group);
         Ok::<_, Box<dyn std::error::Error + Send + Sync>>(())
     })
     .unwrap();
@@ -261,6 +280,7 @@ fn is_named_at_the_deadline(op: &Collective) {
         deadline: Duration::from_secs(5),
         ..Default::default()
     };
+    let _gpus = gpus();
     let world = launch::threads_with(2, options, |rank| {
         let group = comm::bind(&mesh, &rank)?.along(&["cp"])?;
         let device = <Plain as burn::tensor::backend::BackendTypes>::Device::of_rank(&rank)?;
@@ -270,6 +290,7 @@ fn is_named_at_the_deadline(op: &Collective) {
         };
         let sum: f32 = floats(&run()).iter().sum();
         assert_eq!(sum, 32.0);
+        assert_joined(&group);
         if rank.rank() == 0 {
             // Nobody comes.
             floats(&run());
@@ -302,6 +323,7 @@ where
         sharder::{ContextParallel, ContextParallelConfig},
     };
     let mesh = DeviceMesh::new([("dp", 1), ("cp", 2)]).unwrap();
+    let _gpus = gpus();
     launch::threads(2, |rank| {
         let groups = comm::bind(&mesh, &rank)?;
         let device = B::Device::of_rank(&rank)?;
@@ -321,6 +343,7 @@ where
         }
         let grads = x.sum().backward();
         assert_eq!(num_host_reads(), reads);
+        assert_joined(step.group());
         let grad = q.grad(&grads).ok_or("a gradient")?;
         assert!(grad.sum().into_data().iter::<f32>().all(f32::is_finite));
         Ok::<_, Box<dyn std::error::Error + Send + Sync>>(())
