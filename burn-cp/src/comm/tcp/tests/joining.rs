@@ -33,6 +33,16 @@ fn pair_with(between: impl FnOnce(u16)) -> Vec<Outcome<Vec<usize>>> {
     })
 }
 
+/// Connects as soon as somebody listens.
+fn knock(port: u16) -> TcpStream {
+    loop {
+        match TcpStream::connect(("127.0.0.1", port)) {
+            Ok(stream) => return stream,
+            Err(_) => thread::sleep(Duration::from_millis(5)),
+        }
+    }
+}
+
 fn refusal(result: Result<Process, LaunchError>) -> Refusal {
     match result {
         Err(LaunchError::Connect(ConnectError::Refused { refusal, .. })) => refusal,
@@ -80,12 +90,7 @@ fn garbage_on_the_port_disturbs_nobody() {
             b"burn-cp\n\x01\x00\xff\xff\xff\xff",
             b"x",
         ] {
-            let mut stream = loop {
-                match TcpStream::connect(("127.0.0.1", port)) {
-                    Ok(stream) => break stream,
-                    Err(_) => thread::sleep(Duration::from_millis(5)),
-                }
-            };
+            let mut stream = knock(port);
             let _ = stream.write_all(garbage);
             // Some stay, and say nothing more.
             kept.push(stream);
@@ -202,16 +207,9 @@ fn a_late_rank_is_waited_for_and_an_early_one_tries_again() {
 #[test]
 fn more_connections_than_anyone_needs_keep_no_rank_out() {
     let _watch = watch();
-    let mut idle = Vec::new();
     let outcomes = pair_with(|port| {
-        while idle.len() < 200 {
-            match TcpStream::connect(("127.0.0.1", port)) {
-                Ok(stream) => idle.push(stream),
-                Err(_) => thread::sleep(Duration::from_millis(5)),
-            }
-        }
+        let idle: Vec<_> = (0..200).map(|_| knock(port)).collect();
         // Behind the second rank's first attempts.
-        let idle = std::mem::take(&mut idle);
         thread::spawn(move || {
             thread::sleep(Duration::from_millis(500));
             drop(idle);
@@ -227,12 +225,7 @@ fn one_who_says_little_at_a_time_is_let_go_in_time() {
     let _watch = watch();
     let port = free_port();
     let zero = thread::spawn(move || join(&place(0, 2, port), SHORT).map(|_| ()));
-    let mut stream = loop {
-        match TcpStream::connect(("127.0.0.1", port)) {
-            Ok(stream) => break stream,
-            Err(_) => thread::sleep(Duration::from_millis(5)),
-        }
-    };
+    let mut stream = knock(port);
     let start = Instant::now();
     // The opening of a rank, the length of what follows, and then too little.
     let mut opening = frames::opening().to_vec();
