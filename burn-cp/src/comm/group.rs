@@ -35,7 +35,7 @@ pub enum Transport {
 #[derive(Debug)]
 pub(super) struct Shared {
     pub(super) key: Arc<str>,
-    pub(super) ranks: Vec<usize>,
+    pub(super) ranks: Arc<[usize]>,
     pub(super) rank: usize,
     /// `None` for a group of one.
     pub(super) world: Option<Arc<World>>,
@@ -121,7 +121,7 @@ impl ProcessGroup {
     ) -> Self {
         let shared = Shared {
             key,
-            ranks,
+            ranks: ranks.into(),
             rank,
             world,
             next_number: AtomicU64::new(0),
@@ -284,7 +284,11 @@ impl ProcessGroup {
                 error
             })
         };
-        parcels.iter().zip(&self.shared.ranks).map(decode).collect()
+        parcels
+            .iter()
+            .zip(&*self.shared.ranks)
+            .map(decode)
+            .collect()
     }
 
     /// Compares an operation's signature with every rank of the group, and waits until all have arrived at it. For ranks that

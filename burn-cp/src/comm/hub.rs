@@ -60,17 +60,40 @@ pub(super) struct Waiting {
     pub(super) op: String,
 }
 
+/// What a rank was last seen to call.
+#[derive(Debug, Clone)]
+pub(super) enum LastOp {
+    /// In these words.
+    Said(String),
+    /// This, which is put into words when somebody asks: it is noted at every operation.
+    Recorded(MeetingKey, Arc<Signature>),
+}
+
+impl fmt::Display for LastOp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Said(op) => f.write_str(op),
+            Self::Recorded(key, signature) => f.write_str(&key.describe(signature)),
+        }
+    }
+}
+
 #[derive(Default)]
 pub(super) struct State {
     pub(super) failure: Option<RankFailure>,
     pub(super) meetings: HashMap<MeetingKey, Meeting>,
-    pub(super) last_op: Vec<Option<String>>,
+    pub(super) last_op: Vec<Option<LastOp>>,
     pub(super) waiting: Vec<Option<Waiting>>,
     pub(super) ended: Vec<bool>,
     pub(super) records: Records,
 }
 
 impl State {
+    /// What a rank was last seen to call.
+    pub(super) fn last_op(&self, rank: usize) -> Option<String> {
+        self.last_op.get(rank)?.as_ref().map(LastOp::to_string)
+    }
+
     /// The operation in which a rank waits for ranks that have not come; `None` if it can go on.
     fn blocked(&self, rank: usize) -> Option<&Waiting> {
         let waiting = self.waiting[rank].as_ref()?;
@@ -192,9 +215,9 @@ impl Hub {
         self.changed.notify_all();
         self.settled.notify_all();
         if state.failure.is_none() {
-            let op = op.unwrap_or_else(|| match state.last_op.get(rank) {
-                Some(Some(last)) => format!("its own code, after {last}"),
-                _ => "its own code, before any collective".to_owned(),
+            let op = op.unwrap_or_else(|| match state.last_op(rank) {
+                Some(last) => format!("its own code, after {last}"),
+                None => "its own code, before any collective".to_owned(),
             });
             state.failure = Some(RankFailure { rank, op, cause });
         }
@@ -206,7 +229,10 @@ impl Hub {
 
     /// Marks that a rank's program has ended, so that nobody waits for it.
     pub(crate) fn end(&self, rank: usize) {
-        self.lock().ended[rank] = true;
+        let mut state = self.lock();
+        state.ended[rank] = true;
+        self.check_end(&mut state, rank);
+        drop(state);
         self.changed.notify_all();
         self.settled.notify_all();
     }
@@ -246,6 +272,9 @@ impl Hub {
 
 /// Indices of the first value that differs from the most frequent one, and of that one; the lowest index wins ties.
 pub(crate) fn odd_one_out<T: PartialEq>(values: &[T]) -> Option<(usize, usize)> {
+    if values.windows(2).all(|pair| pair[0] == pair[1]) {
+        return None;
+    }
     let votes = |value: &T| values.iter().filter(|other| *other == value).count();
     let mut expected = 0;
     for (i, value) in values.iter().enumerate().skip(1) {

@@ -7,7 +7,7 @@ use std::{
 
 use super::{
     error::{CommError, FailureCause},
-    hub::{Attendance, Hub, Meeting, MeetingKey, Parcel, State, Waiting, odd_one_out},
+    hub::{Attendance, Hub, LastOp, Meeting, MeetingKey, Parcel, State, Waiting, odd_one_out},
     signature::Signature,
 };
 
@@ -57,7 +57,7 @@ impl Hub {
         if meeting.missing().is_empty() {
             self.changed.notify_all();
         }
-        state.last_op[rank] = Some(op);
+        state.last_op[rank] = Some(LastOp::Said(op));
         Ok(())
     }
 
@@ -71,7 +71,7 @@ impl Hub {
         let start = Instant::now();
         let rank = attendance.ranks[attendance.index];
         let mut state = self.lock();
-        state.last_op[rank] = Some(op.clone());
+        state.last_op[rank] = Some(LastOp::Said(op.clone()));
         state.waiting[rank] = Some(Waiting {
             key: key.clone(),
             op: op.clone(),
@@ -158,7 +158,7 @@ impl Hub {
             return None;
         }
         let (culprit, its_op) = state.culprit(op, missing);
-        let last_seen = state.last_op[culprit].clone();
+        let last_seen = state.last_op(culprit);
         let error = CommError::Timeout {
             op: op.to_owned(),
             missing: missing.to_vec(),

@@ -44,7 +44,7 @@ impl<T: Send + Sync + 'static> Posted<T> {
         let wanted = std::any::type_name::<T>();
         parcels
             .into_iter()
-            .zip(&self.shared.ranks)
+            .zip(&*self.shared.ranks)
             .map(|(parcel, &rank)| {
                 parcel.downcast::<T>().map_err(|_| {
                     let signature = &self.signature;

@@ -8,7 +8,7 @@ use std::{
 
 use super::{
     error::{CommError, FailureCause},
-    hub::{Attendance, Hub, MeetingKey, odd_one_out},
+    hub::{Attendance, Hub, LastOp, MeetingKey, State, odd_one_out},
     signature::Signature,
 };
 
@@ -16,7 +16,7 @@ use super::{
 const KEPT: usize = 512;
 
 /// The latest operations of one rank in one group, by number.
-type Calls = VecDeque<(u64, Signature)>;
+type Calls = VecDeque<(u64, Arc<Signature>)>;
 
 /// The latest operations of every rank, by group.
 #[derive(Default)]
@@ -44,7 +44,7 @@ impl Records {
         group: &Arc<str>,
         rank: usize,
         number: u64,
-        signature: Signature,
+        signature: Arc<Signature>,
     ) {
         let ranks = self.groups.entry(group.clone()).or_default();
         let latest = ranks.entry(rank).or_default();
@@ -68,7 +68,7 @@ impl Records {
         }
         who.sort_unstable();
         let called: Vec<&Signature> = (who.iter())
-            .map(|(rank, place)| &all[rank][*place].1)
+            .map(|(rank, place)| &*all[rank][*place].1)
             .collect();
         let (odd, expected) = odd_one_out(&called)?;
         Some(Verdict::Mismatch {
@@ -77,6 +77,28 @@ impl Records {
             expected: called[expected].clone().into(),
             got: called[odd].clone().into(),
         })
+    }
+
+    /// A rank that has ended although another of its group has called an operation that it had not come to, and the first of these.
+    fn left_behind(&self, group: &str, ended: &[bool]) -> Option<(usize, u64, &Signature)> {
+        let all = self.groups.get(group)?;
+        let last = |calls: &Calls| calls.iter().map(|(number, _)| *number).max();
+        let mut gone: Vec<usize> = all.keys().copied().filter(|rank| ended[*rank]).collect();
+        gone.sort_unstable();
+        gone.into_iter().find_map(|rank| {
+            let end = last(&all[&rank])?;
+            let others = all.values().flatten().filter(|(number, _)| *number > end);
+            let (number, signature) = others.min_by_key(|(number, _)| *number)?;
+            Some((rank, *number, &**signature))
+        })
+    }
+
+    /// Groups in which a rank has called something.
+    fn groups_of(&self, rank: usize) -> Vec<Arc<str>> {
+        let of_rank = |(_, ranks): &(&Arc<str>, &HashMap<usize, Calls>)| ranks.contains_key(&rank);
+        (self.groups.iter().filter(of_rank))
+            .map(|(group, _)| group.clone())
+            .collect()
     }
 
     /// Compares what `ranks` have called up to operation `number`.
@@ -99,7 +121,7 @@ impl Records {
                 .iter()
                 .filter_map(|rank| {
                     let found = of(rank).iter().find(|(number, _)| *number == at)?;
-                    Some((*rank, &found.1))
+                    Some((*rank, &*found.1))
                 })
                 .unzip();
             if let Some((odd, expected)) = odd_one_out(&called) {
@@ -124,7 +146,7 @@ impl Records {
 impl Hub {
     /// Notes that a rank starts an operation in which it does not meet the others here, of a group of so many ranks. The last of them
     /// finds out whether one calls something else, which fails the world: the operation might end all the same, with anything for
-    /// a result.
+    /// a result. So does an operation that a rank did not come to before it [ended](Self::end): perhaps nobody waits for its result.
     pub(crate) fn record(
         &self,
         rank: usize,
@@ -133,13 +155,42 @@ impl Hub {
         num_ranks: usize,
     ) {
         let mut state = self.lock();
-        state.last_op[rank] = Some(key.describe(&signature));
+        let signature = Arc::new(signature);
+        state.last_op[rank] = Some(LastOp::Recorded(key.clone(), signature.clone()));
         state.records.note(&key.group, rank, key.number, signature);
         let verdict = state.records.odd_call(&key.group, num_ranks, key.number);
         if let Some((odd, its_op, error)) = verdict.and_then(|verdict| mismatch(key, verdict).ok())
         {
             let cause = FailureCause::Comm(error);
             self.note(&mut state, odd, Some(its_op), cause);
+        }
+        if state.ended.contains(&true) {
+            self.check_left_behind(&mut state, &key.group);
+        }
+    }
+
+    /// Looks for operations that a rank which has ended did not come to.
+    pub(super) fn check_end(&self, state: &mut State, rank: usize) {
+        for group in state.records.groups_of(rank) {
+            self.check_left_behind(state, &group);
+        }
+    }
+
+    fn check_left_behind(&self, state: &mut State, group: &Arc<str>) {
+        let left = state.records.left_behind(group, &state.ended);
+        if let Some((rank, number, signature)) = left {
+            let group = group.clone();
+            let key = MeetingKey {
+                group,
+                host: false,
+                number,
+            };
+            let op = key.describe(signature);
+            let cause = FailureCause::Comm(CommError::PeerLeft {
+                op: op.clone(),
+                rank,
+            });
+            self.note(state, rank, Some(op), cause);
         }
     }
 
@@ -156,13 +207,13 @@ impl Hub {
             return failure.as_peer_failure();
         }
         let (ranks, me) = (attendance.ranks, attendance.ranks[attendance.index]);
-        let op = state.last_op[me].clone().unwrap_or_default();
+        let op = state.last_op(me).unwrap_or_default();
         let verdict = state.records.judge(&key.group, ranks, key.number);
         let (culprit, its_op, error) = match mismatch(key, verdict) {
             Ok(mismatch) => mismatch,
             Err(missing) => {
                 let culprit = missing.first().copied().unwrap_or(me);
-                let last_seen = state.last_op[culprit].clone();
+                let last_seen = state.last_op(culprit);
                 let gone = state.ended[culprit];
                 let error = if gone {
                     CommError::PeerLeft {
@@ -229,7 +280,7 @@ mod tests {
         let group: Arc<str> = "cp".into();
         for (rank, kinds) in calls.iter().enumerate() {
             for (number, kind) in (0..).zip(*kinds) {
-                records.note(&group, rank, number, signature(*kind));
+                records.note(&group, rank, number, signature(*kind).into());
             }
         }
         (records, (0..calls.len()).collect())
@@ -262,5 +313,44 @@ mod tests {
             records.judge("dp", &ranks, 0),
             Verdict::Missing(vec![0, 1, 2])
         );
+    }
+
+    #[test]
+    fn an_operation_that_a_rank_did_not_come_to_before_it_ended_fails_the_world() {
+        for ends_first in [true, false] {
+            let hub = Hub::new(3, Duration::from_secs(60));
+            let record = |rank: usize, group: &str, number| {
+                let group = group.into();
+                let key = MeetingKey {
+                    group,
+                    host: false,
+                    number,
+                };
+                hub.record(rank, &key, signature(AllGather), 2);
+            };
+            // All that rank 1 has called comes to an end without it, in whichever order.
+            (1..3).for_each(|number| record(1, "cp", number));
+            record(0, "cp", 1);
+            record(2, "dp", 7);
+            if ends_first {
+                hub.end(1);
+            }
+            record(0, "cp", 2);
+            record(2, "dp", 8);
+            assert!(hub.failure().is_none());
+            if ends_first {
+                record(0, "cp", 3);
+            } else {
+                record(0, "cp", 3);
+                assert!(hub.failure().is_none());
+                hub.end(1);
+            }
+            let failure = hub.failure().expect("a failure");
+            assert_eq!(failure.rank, 1);
+            let FailureCause::Comm(CommError::PeerLeft { op, rank: 1 }) = &failure.cause else {
+                panic!("{failure:?}");
+            };
+            assert!(op.contains("#3") && op.contains("cp"), "{op}");
+        }
     }
 }

@@ -14,8 +14,8 @@ use burn_cp::{
     comm::ProcessGroup,
 };
 use burn_cp_tests::{
-    DTYPES, Host, Random, TestBackend, backward, bools_as_ints, device, floats, on_groups,
-    on_ranks, to_bits, with_deadline,
+    DEADLINE, DTYPES, Host, Random, TestBackend, backward, bools_as_ints, device, floats,
+    on_groups, on_ranks, to_bits, with_deadline,
 };
 use proptest::prelude::*;
 use std::time::{Duration, Instant};
@@ -402,10 +402,11 @@ fn faults_between_start_and_finish_end_every_rank() {
         "{message}"
     );
     assert!(waited < long / 2);
-    let short = Duration::from_millis(300);
+    // Longer than GPUs take to join.
+    let short = DEADLINE / 10;
     let (message, _) = failure(short, |group| {
         drop(start(2, 1.0, group));
-        std::thread::sleep(Duration::from_secs(2));
+        std::thread::sleep(short * 4);
     });
     assert!(message.contains("[1] had not arrived"), "{message}");
 }

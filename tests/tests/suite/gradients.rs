@@ -39,7 +39,7 @@ struct Parameters<B: Backend> {
 }
 
 fn parameters<B: Backend>(seed: u64) -> Parameters<B> {
-    let device = B::Device::default();
+    let device: B::Device = device();
     let mut random = Random::new(seed);
     let mut draw =
         |shape: &[usize]| TensorData::new(random.floats(shape.iter().product()), shape.to_vec());
