@@ -12,7 +12,7 @@ use super::{
 pub(crate) struct Observer {
     world: Arc<World>,
     key: Arc<str>,
-    ranks: Vec<usize>,
+    ranks: Arc<[usize]>,
     rank: usize,
 }
 
@@ -59,6 +59,15 @@ impl Observer {
         self.world
             .failure()
             .map(|failure| failure.as_peer_failure())
+    }
+
+    /// Number of the world's ranks in this process.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn num_ranks_here(&self) -> usize {
+        match &*self.world {
+            World::Threads(hub) => hub.world_size(),
+            World::Processes(_) => 1,
+        }
     }
 
     /// A device of this process for this rank alone; `None` where another rank has it.

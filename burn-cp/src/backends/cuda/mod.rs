@@ -103,6 +103,17 @@ fn join(
     ordinal: usize,
 ) -> Result<Option<Communicator>, CommError> {
     observer.drain_at_end(ordinal, on_its_way::drain);
+    if let Ok(num_gpus) = device::num_devices()
+        && observer.num_ranks_here() > num_gpus
+    {
+        // Some share a GPU. What waits there for another rank in NCCL holds up all that comes behind it, also what that rank waits for.
+        tracing::warn!(
+            group = group.name(),
+            num_gpus,
+            "the process has more ranks than GPUs, so that tensors travel through the host"
+        );
+        return Ok(None);
+    }
     let gpu = group.consensus("looking for the GPU", Gpu::of(ordinal))?;
     let claim = observer.claim(ordinal);
     let gpus = group.host_all_gather("GPUs", (gpu, claim.is_none()))?;

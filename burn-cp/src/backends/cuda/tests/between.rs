@@ -2,7 +2,14 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use burn::tensor::Tensor;
+use cubecl::cuda::CudaDevice;
+
 use super::*;
+use crate::{
+    batch::SequenceBatch,
+    sharder::{ContextParallel, ContextParallelConfig},
+};
 
 /// Ranks of one world alone have the GPUs: those of another would go through the host.
 fn gpus() -> MutexGuard<'static, ()> {
@@ -295,6 +302,9 @@ fn is_named_at_the_deadline(op: &Collective) {
             // Nobody comes.
             floats(&run());
             drop(run());
+        } else {
+            // Not gone, which would be known at once.
+            std::thread::sleep(Duration::from_secs(8));
         }
         Ok::<_, Box<dyn std::error::Error + Send + Sync>>(())
     });
@@ -358,4 +368,23 @@ fn layers_between_gpus_wait_for_nothing() {
     }
     no_waits::<burn::backend::Autodiff<Plain>>();
     no_waits::<burn::backend::Autodiff<burn::backend::Cuda<f32, i32>>>();
+}
+
+#[test]
+fn a_batch_on_another_gpu_than_its_step_is_refused() {
+    if !devices_exist(2) {
+        return;
+    }
+    let _gpus = gpus();
+    let embeddings = Tensor::<Plain, 3>::ones([1, 8, 4], &CudaDevice::new(1));
+    let cp = ContextParallel::solo(ContextParallelConfig::default());
+    let batch = SequenceBatch::from_embeddings(embeddings);
+    let refused = cp.shard(batch.clone(), &CudaDevice::new(0)).unwrap_err();
+    assert!(
+        refused
+            .to_string()
+            .contains("device of the batch's tensors"),
+        "{refused}"
+    );
+    cp.shard(batch, &CudaDevice::new(1)).unwrap();
 }
