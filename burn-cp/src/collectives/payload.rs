@@ -172,12 +172,12 @@ impl<B: Backend> Payload<B> {
         }
     }
 
-    /// The same values on a device.
-    pub(crate) fn moved_to(self, device: &B::Device) -> Self {
+    /// Where the tensor is.
+    pub(crate) fn device(&self) -> B::Device {
         match self {
-            Self::Float(tensor) => Self::Float(B::float_to_device(tensor, device)),
-            Self::Int(tensor) => Self::Int(B::int_to_device(tensor, device)),
-            Self::Bool(tensor) => Self::Bool(B::bool_to_device(tensor, device)),
+            Self::Float(tensor) => B::float_device(tensor),
+            Self::Int(tensor) => B::int_device(tensor),
+            Self::Bool(tensor) => B::bool_device(tensor),
         }
     }
 

@@ -62,7 +62,8 @@ impl ContextParallel {
     /// there, tensors by collectives; they arrive on `device`. Gradients do not flow back to the batch of `root`.
     ///
     /// # Errors
-    /// A `root` outside the group, or not the same on every rank; a batch missing at `root`, or given elsewhere: the same error on every rank. Ranks that cannot
+    /// A `root` outside the group, or not the same on every rank; a batch missing at `root`, or given elsewhere, or with tensors on another device than
+    /// `device`: the same error on every rank. Ranks that cannot
     /// talk to each other.
     ///
     /// # Panics
@@ -76,9 +77,10 @@ impl ContextParallel {
         let group = self.group();
         let tensors = batch.as_ref().map(tensors_of).unwrap_or_default();
         let parcel = batch.map(|batch| Shared(Arc::new(Parcel::new(batch, &tensors))));
+        let elsewhere = on_another_device(&tensors, device);
         // Everything that could be wrong is compared by all ranks alike.
-        let messages = group.host_all_gather("broadcast_batch", (root, parcel))?;
-        let roots: Vec<usize> = messages.iter().map(|(root, _)| *root).collect();
+        let messages = group.host_all_gather("broadcast_batch", (root, parcel, elsewhere))?;
+        let roots: Vec<usize> = messages.iter().map(|(root, ..)| *root).collect();
         if root >= group.size() || roots.iter().any(|other| *other != root) {
             return Err(StepError::Invalid {
                 what: "root of broadcast_batch".into(),
@@ -96,10 +98,13 @@ impl ContextParallel {
                 got: format!("{holders:?}"),
             });
         };
+        if let Some((expected, got)) = messages[root].2.clone() {
+            return Err(wrong_device(expected, got));
+        }
         let received: Vec<Payload<B>> = (parcel.tensors.iter().enumerate())
             .map(|(i, form)| {
                 let payload = match tensors.get(i) {
-                    Some(own) => own.clone().detached().moved_to(device),
+                    Some(own) => own.clone().detached(),
                     None => zeros_payload(form.shape.clone(), form.dtype, device),
                 };
                 // Devices refuse to move nothing.
@@ -111,6 +116,24 @@ impl ContextParallel {
             })
             .collect();
         Ok(parcel.unpack(received))
+    }
+}
+
+/// The device asked for, and that of the first tensor that is on another one.
+pub(super) fn on_another_device<B: Backend>(
+    tensors: &[Payload<B>],
+    device: &B::Device,
+) -> Option<(String, String)> {
+    let mut devices = tensors.iter().map(Payload::device);
+    let other = devices.find(|other| other != device)?;
+    Some((format!("{device:?}"), format!("{other:?}")))
+}
+
+pub(super) fn wrong_device(expected: String, got: String) -> StepError {
+    StepError::Invalid {
+        what: "device of the batch's tensors".into(),
+        expected,
+        got,
     }
 }
 

@@ -8,7 +8,7 @@ use sha2::{Digest, Sha256};
 use super::{
     ContextParallelConfig, CpStep, PrimaryStream, StepError,
     arrangement::Arrangement,
-    broadcast::tensors_of,
+    broadcast::{on_another_device, tensors_of, wrong_device},
     check::{CheckedBatch, check},
     cut::Cut,
     step::StepMedia,
@@ -111,7 +111,8 @@ impl ContextParallel {
         exchange.check_heads(ranks, num_heads, num_kv_heads)
     }
 
-    /// Checks a batch, plans it, and cuts out this rank's part. Every rank of the group must call it with the same batch.
+    /// Checks a batch, plans it, and cuts out this rank's part. Every rank of the group must call it with the same batch, whose tensors
+    /// are on `device`.
     ///
     /// No tensor travels; one host message confirms that all ranks have the same ids, labels, positions, documents, media
     /// grids and placeholders, tensors of the same shapes and dtypes, and the same plan. The values of tensors are not compared. The step's differentiable
@@ -151,6 +152,10 @@ impl ContextParallel {
         order: ProgramOrder,
     ) -> Result<(CpStep<B>, [u8; 32]), StepError> {
         let checked = check(batch, &self.config)?;
+        // Burn would copy them by ways of its own between devices, which know nothing of what ranks wait for.
+        if let Some((expected, got)) = on_another_device(&tensors_of(batch), device) {
+            return Err(wrong_device(expected, got));
+        }
         let layout = self
             .config
             .layout
