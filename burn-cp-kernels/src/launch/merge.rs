@@ -6,7 +6,9 @@ use cubecl::prelude::CubeDim;
 
 use super::{
     delta::{count, dtype},
-    tensors::{address_type, arg, as_dtype, empty, empty_like, vector_size, with_contiguous_dim},
+    tensors::{
+        address_type, arg, as_dtype, empty, empty_like, widest_vector_size, with_contiguous_dim,
+    },
 };
 use crate::{components::UNITS, definition::AttentionOutput, kernels::merge as kernels};
 
@@ -22,7 +24,7 @@ pub(crate) fn merge<R: CubeRuntime>(
     let [batch, heads, tokens, dim] = shape;
     let out = empty_like(&a, shape, out_dtype);
     let lse = empty(&a, &[batch, heads, tokens], DType::F32);
-    let size = vector_size(&[&a, &b, &out]);
+    let size = widest_vector_size(&[&a, &b, &out]);
     let per_row = dim / size;
     let num_vectors = batch * heads * tokens * per_row;
     if num_vectors > 0 {

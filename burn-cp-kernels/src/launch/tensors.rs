@@ -25,18 +25,30 @@ pub(crate) fn with_contiguous_dim<R: CubeRuntime>(tensor: CubeTensor<R>) -> Cube
 
 /// Numbers that kernels can load at once from all of these tensors: 4, or 1.
 pub(crate) fn vector_size<R: CubeRuntime>(tensors: &[&CubeTensor<R>]) -> usize {
-    let aligned = |tensor: &&CubeTensor<R>| {
+    if has_vectors_of(4, tensors) { 4 } else { 1 }
+}
+
+/// The most numbers that a kernel loads at once from all of these tensors: 16 bytes where the device does that.
+pub(crate) fn widest_vector_size<R: CubeRuntime>(tensors: &[&CubeTensor<R>]) -> usize {
+    let widest = tensors.iter().max_by_key(|tensor| tensor.dtype.size());
+    let sizes = widest.into_iter().flat_map(|tensor| {
+        let sizes = tensor.client.io_optimized_vector_sizes(tensor.dtype.size());
+        sizes.collect::<Vec<_>>()
+    });
+    let mut fitting = sizes.filter(|size| has_vectors_of(*size, tensors));
+    fitting.next().unwrap_or(1)
+}
+
+/// Whether all rows of the tensors are vectors of so many numbers, which begin at multiples of their length.
+fn has_vectors_of<R: CubeRuntime>(size: usize, tensors: &[&CubeTensor<R>]) -> bool {
+    tensors.iter().all(|tensor| {
         let (shape, strides) = (tensor.meta.shape(), tensor.meta.strides());
         let last = shape.num_dims() - 1;
-        let outer = (0..last).all(|dim| shape[dim] == 1 || strides[dim] % 4 == 0);
+        let outer = (0..last).all(|dim| shape[dim] == 1 || strides[dim] % size == 0);
         outer
-            && shape[last] % 4 == 0
-            && offset(tensor).is_multiple_of(4 * tensor.dtype.size() as u64)
-    };
-    match tensors.iter().all(aligned) {
-        true => 4,
-        false => 1,
-    }
+            && shape[last] % size == 0
+            && offset(tensor).is_multiple_of((size * tensor.dtype.size()) as u64)
+    })
 }
 
 /// A tensor whose rows start at multiples of 8 numbers and 16 bytes, for 16-bit floats whose last dim is such a multiple:
