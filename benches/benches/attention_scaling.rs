@@ -3,8 +3,8 @@
 //! `cargo bench -p burn-cp-benches --bench attention_scaling -- --ranks 4 --tokens 2048`; with `--features cuda`, `--device cuda`: ranks
 //! are threads, each with a GPU of its own where there are enough, else they share one and exchange through the host, as those of
 //! `--features wgpu`, `--device wgpu` always do. Prints a line
-//! per strategy with the time of the slowest rank, its ratio to one rank, and what all ranks together receive in a forward pass. A star
-//! marks what `auto` takes.
+//! per strategy with the time of the slowest rank, its ratio to one rank, what all ranks together receive in a forward pass, and of a step
+//! the time until the slowest rank's thread has submitted it, and how often it waited for a device. A star marks what `auto` takes.
 
 use std::{error::Error, time::Instant};
 
@@ -18,6 +18,7 @@ use burn::{
 use burn_cp::{
     attention::{AttentionOptions, ContextParallelBackend},
     batch::SequenceBatch,
+    collectives::num_host_reads,
     comm::{self, Groups, ProgramOrder, RankContext},
     launch::{self, RankDevice},
     layout::{Documents, LayoutPolicy, Visibility},
@@ -127,9 +128,19 @@ struct Args {
     bench: bool,
 }
 
+/// Of a step, in seconds.
+#[derive(Clone, Copy)]
+struct Time {
+    whole: f64,
+    /// Until the rank's thread has submitted it.
+    host: f64,
+    /// How often it waited for a device meanwhile.
+    waits: f64,
+}
+
 /// What one rank, or all of some, measured.
 struct Measured {
-    seconds: f64,
+    time: Time,
     received_bytes: usize,
     taken: ExchangeStrategy,
 }
@@ -137,7 +148,11 @@ struct Measured {
 impl Measured {
     fn with(self, rank: &Self) -> Self {
         Self {
-            seconds: self.seconds.max(rank.seconds),
+            time: Time {
+                whole: self.time.whole.max(rank.time.whole),
+                host: self.time.host.max(rank.time.host),
+                waits: self.time.waits.max(rank.time.waits),
+            },
             received_bytes: self.received_bytes + rank.received_bytes,
             taken: self.taken,
         }
@@ -239,26 +254,33 @@ where
         tensor.require_grad()
     };
     let [q, k, v] = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads].map(random);
-    let run = |iterations: usize| -> Result<f64, AnyError> {
+    let run = |iterations: usize| -> Result<Time, AnyError> {
         B::sync(&device)?;
         step.group().barrier()?;
-        let start = Instant::now();
+        let (start, waits) = (Instant::now(), num_host_reads());
         for _ in 0..iterations {
             let out = step.attention(q.clone(), k.clone(), v.clone(), &options);
             // With a gradient of ones, as of a sum, which takes time of its own.
             drop(out.backward());
         }
+        let host = start.elapsed();
         B::sync(&device)?;
-        Ok(start.elapsed().as_secs_f64() / iterations as f64)
+        let whole = start.elapsed();
+        step.group().barrier()?;
+        let per_step = |sum: f64| sum / iterations.max(1) as f64;
+        Ok(Time {
+            whole: per_step(whole.as_secs_f64()),
+            host: per_step(host.as_secs_f64()),
+            waits: per_step((num_host_reads() - waits) as f64),
+        })
     };
     run(args.warmup)?;
-    let seconds = run(args.iterations.max(1))?;
-    step.group().barrier()?;
+    let time = run(args.iterations.max(1))?;
     drop((q, k, v, step));
     // Every strategy starts without the memory of the one before.
     B::memory_cleanup(&device);
     Ok(Ok(Measured {
-        seconds,
+        time,
         received_bytes,
         taken,
     }))
@@ -298,8 +320,8 @@ where
     let alone = args.config(ExchangeStrategy::NeededOnly, false);
     let mut one = measure::<B>(args, documents, 1, &[alone])?;
     let one = one.swap_remove(0)?;
-    println!("{name}: one rank {:.2} ms", one.seconds * 1e3);
-    println!("  strategy         overlap        ms  ratio  MB received");
+    println!("{name}: one rank {:.2} ms", one.time.whole * 1e3);
+    println!("  strategy         overlap        ms  ratio  MB received  host ms  waits");
     let exchanges = args.exchanges();
     let configs: Vec<_> = [(ExchangeStrategy::Auto, false)]
         .iter()
@@ -315,10 +337,12 @@ where
             Ok(many) => {
                 let star = if strategy == auto { "*" } else { " " };
                 println!(
-                    "{star} {label:16} {on:7} {:9.2} {:6.2} {:12.3}",
-                    many.seconds * 1e3,
-                    one.seconds / many.seconds,
-                    many.received_bytes as f64 / 1e6
+                    "{star} {label:16} {on:7} {:9.2} {:6.2} {:12.3} {:8.2} {:6.1}",
+                    many.time.whole * 1e3,
+                    one.time.whole / many.time.whole,
+                    many.received_bytes as f64 / 1e6,
+                    many.time.host * 1e3,
+                    many.time.waits,
                 );
             }
             Err(error) => println!("  {label:16} {on:7} {error}"),

@@ -37,6 +37,9 @@ struct Args {
     /// Timed calls
     #[arg(long, default_value_t = 20)]
     repeats: u32,
+    /// With --device cuda: tensors of Burn's fused backend, which hands a tensor over when its thread has caught up, as a call waits for
+    #[arg(long)]
+    fused: bool,
     /// Set by cargo
     #[arg(long, hide = true)]
     bench: bool,
@@ -111,7 +114,7 @@ where
             let time = start.elapsed() / args.repeats;
             group.barrier()?;
             say(
-                context,
+                (context, args),
                 (name, mib),
                 [time, host],
                 (mib << 20) as f64 * share,
@@ -122,7 +125,7 @@ where
 }
 
 fn say(
-    context: &RankContext,
+    (context, args): (&RankContext, &Args),
     (op, mib): (&str, usize),
     [time, host]: [Duration; 2],
     num_bytes: f64,
@@ -135,7 +138,7 @@ fn say(
     println!(
         "{}",
         json!({
-            "ours": "burn-cp", "op": op, "mib_per_rank": mib, "world": context.world_size(), "us": us(time), "host_us": us(host),
+            "ours": "burn-cp", "op": op, "mib_per_rank": mib, "world": context.world_size(), "fused": args.fused, "us": us(time), "host_us": us(host),
             "busbw_gbs": (bandwidth * 10.0).round() / 10.0,
         })
     );
@@ -143,13 +146,22 @@ fn say(
 
 fn main() -> Result<(), Box<dyn Error>> {
     let args = Args::parse();
+    if args.fused && args.device == Device::Cpu {
+        return Err("--fused is for --device cuda".into());
+    }
     match args.device {
         Device::Cpu => launched(args.launch, args.device, args.ranks, |context| {
             rank::<burn::backend::Flex>(&context, &args)
         }),
         #[cfg(feature = "cuda")]
         Device::Cuda => launched(args.launch, args.device, args.ranks, |context| {
-            rank::<burn::backend::Cuda<f32, i32>>(&context, &args)
+            if args.fused {
+                rank::<burn::backend::Cuda<f32, i32>>(&context, &args)
+            } else {
+                rank::<burn_cubecl::CubeBackend<cubecl::cuda::CudaRuntime, f32, i32, u8>>(
+                    &context, &args,
+                )
+            }
         }),
     }
 }

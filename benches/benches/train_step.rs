@@ -55,6 +55,19 @@ enum Vision {
     Sharded,
     /// Every rank computes every frame.
     Replicated,
+    /// Frames are split over ranks, and the rest of the model is left out of the step.
+    Alone,
+}
+
+impl Vision {
+    /// The model, of which no more is trained than the step computes.
+    fn trained<B: Backend>(self, mut model: Qwen3Vl<B>) -> Qwen3Vl<B> {
+        if self == Self::Alone {
+            model.model.language_model = model.model.language_model.no_grad();
+            model.lm_head = model.lm_head.map(Module::no_grad);
+        }
+        model
+    }
 }
 
 /// Times a training step.
@@ -256,6 +269,25 @@ impl<B: Backend> ModuleMapper<B> for OnDevice {
     }
 }
 
+/// Of the mean of what the tower makes of all frames.
+fn tower_gradients<B: TrainBackend>(
+    model: &SequenceSharded<Qwen3Vl<B>>,
+    step: &CpStep<B>,
+) -> Result<(GradientsParams, Tensor<B::InnerBackend, 1>), Failure> {
+    let features = step.encode_media(&model.inner().model.visual)?;
+    let features =
+        features.ok_or("expected images to encode, got none: see --image and --median")?;
+    let all = [features.embeddings].into_iter().chain(features.deepstack);
+    let mean = all.map(|part| part.mean()).reduce(|sum, part| sum + part);
+    let mean = mean
+        .expect("embeddings")
+        .mul_scalar(1.0 / step.group().size() as f64);
+    let value = mean.clone().inner();
+    step.loss_group().barrier()?;
+    let grads = GradientsParams::from_grads(mean.backward(), model);
+    Ok((grads, all_reduce(value, step.loss_group())))
+}
+
 /// Gradients of this rank, and the loss of all ranks.
 fn gradients<B: TrainBackend>(
     model: &SequenceSharded<Qwen3Vl<B>>,
@@ -308,7 +340,7 @@ where
             keep_keys: args.keep_keys,
             sm_margin: args.sm_margin,
             vision: match args.vision {
-                Vision::Sharded => VisionShardingConfig::always(),
+                Vision::Sharded | Vision::Alone => VisionShardingConfig::always(),
                 Vision::Replicated => VisionShardingConfig::replicated(),
             }
             .with_delivery(if args.deliver {
@@ -321,7 +353,7 @@ where
     )?;
     let config = model(args.shape);
     let model: Qwen3Vl<B> = config.build(&device)?.map(&mut OnDevice);
-    let mut model = SequenceSharded::new::<B>(model, &cp)?;
+    let mut model = SequenceSharded::new::<B>(args.vision.trained(model), &cp)?;
     let mut optimizer = AdamWConfig::new().init::<B, SequenceSharded<Qwen3Vl<B>>>();
     let (batch, lengths) = batch::<B>(args, &config, &device)?;
     let num_tokens: usize = lengths.iter().sum();
@@ -334,7 +366,10 @@ where
             (start, reads) = (Instant::now(), num_host_reads());
         }
         let sharded = cp.shard(batch.clone(), &device)?;
-        let (grads, loss) = gradients(&model, &sharded, args.chunk)?;
+        let (grads, loss) = match args.vision {
+            Vision::Alone => tower_gradients(&model, &sharded)?,
+            _ => gradients(&model, &sharded, args.chunk)?,
+        };
         let grads = GradientSync::default().sync::<B, _>(grads, &model, cp.loss_group());
         model = optimizer.step(1e-5, model, grads);
         if step + 1 == args.warmup + args.steps {
@@ -355,7 +390,7 @@ where
         println!(
             "{}",
             json!({
-                "ours": "burn-cp", "shape": format!("{:?}", args.shape), "world": context.world_size(), "tokens": num_tokens,
+                "ours": "burn-cp", "shape": format!("{:?}", args.shape), "vision": format!("{:?}", args.vision), "delivered": args.deliver, "world": context.world_size(), "tokens": num_tokens,
                 "lengths": lengths, "gib_of_ranks": memory, "ms_per_step": (seconds * 1e4).round() / 10.0, "tokens_per_s": (num_tokens as f64 / seconds).round(),
                 "loss": loss_value, "host_reads_per_step": reads as f64 / f64::from(args.steps.max(1)),
             })
