@@ -1,17 +1,15 @@
 //! Recorded cases.
 
-use std::{
-    collections::BTreeMap,
-    fs,
-    path::{Path, PathBuf},
-};
+use std::{collections::BTreeMap, fs, path::PathBuf};
 
 use burn_cp_examples::{hf::PublishedModel, models::mimo_v2_flash::MimoV2FlashConfig};
 use safetensors::SafeTensors;
 use serde::Deserialize;
 
+use crate::device::fixtures;
+
 pub(crate) fn folder() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/mimo_v2_flash")
+    fixtures("mimo_v2_flash")
 }
 
 pub(crate) fn published() -> PublishedModel<MimoV2FlashConfig> {

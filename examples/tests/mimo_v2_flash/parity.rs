@@ -1,7 +1,7 @@
 //! Hidden states, logits, losses and gradients against the reference, sequences sharded over 1, 2 and 4 ranks.
 
 use burn::{
-    backend::{Autodiff, Flex},
+    backend::Autodiff,
     module::{Module, ModuleVisitor, Param},
     optim::GradientsParams,
     tensor::{FloatDType, Tensor, TensorData},
@@ -22,12 +22,15 @@ use burn_cp_examples::{
     models::mimo_v2_flash::{MimoV2Flash, MimoV2FlashConfig},
 };
 
-use crate::fixture::{Case, How, published};
+use crate::{
+    device::{Plain, close, close_to_reference},
+    fixture::{Case, How, published},
+};
 
-type B = Autodiff<Flex>;
+type B = Autodiff<Plain>;
 
-/// Largest difference from the reference, relative to the largest value of the tensor.
-const TOLERANCE: f64 = 1e-4;
+/// Of the recorded model.
+const NUM_LAYERS: usize = 3;
 /// How much of the auxiliary loss joins the recorded gradients.
 const AUXILIARY: f64 = 0.3;
 
@@ -40,25 +43,6 @@ struct Computed {
     /// Expert by expert and layer by layer, over all ranks.
     counts: Vec<u64>,
     gradients: Vec<(String, Vec<f64>)>,
-}
-
-pub(crate) fn close(what: &str, got: &[f64], want: &[f64]) {
-    assert_eq!(got.len(), want.len(), "{what}: number of values");
-    let largest = want
-        .iter()
-        .fold(0.0, |largest: f64, value| largest.max(value.abs()));
-    let difference = got.iter().zip(want).fold(0.0, |worst: f64, (got, want)| {
-        let difference = (got - want).abs();
-        if difference.is_nan() {
-            f64::NAN
-        } else {
-            worst.max(difference)
-        }
-    });
-    assert!(
-        difference <= TOLERANCE * largest,
-        "{what}: {difference:.2e} apart, values up to {largest:.2e}"
-    );
 }
 
 /// Labels of the tokens that follow, within the document.
@@ -128,7 +112,7 @@ pub(crate) struct Gradients<'a> {
 
 impl ModuleVisitor<B> for Gradients<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-        let grad = self.grads.get::<Flex, D>(param.id);
+        let grad = self.grads.get::<Plain, D>(param.id);
         self.found.push(grad.map(|grad| {
             let data = grad.into_data();
             (data.shape.to_vec(), data.iter::<f64>().collect())
@@ -175,7 +159,7 @@ fn compute(
     let ranks = launch::threads(
         num_ranks,
         |rank| -> Result<Computed, Box<dyn std::error::Error + Send + Sync>> {
-            let device = <Flex as burn::tensor::backend::BackendTypes>::Device::of_rank(&rank)?;
+            let device = <Plain as burn::tensor::backend::BackendTypes>::Device::of_rank(&rank)?;
             let groups = comm::bind(&DeviceMesh::new([("dp", 1), ("cp", num_ranks)])?, &rank)?;
             let config = ContextParallelConfig {
                 layout: layout.clone(),
@@ -222,6 +206,7 @@ fn compute(
 fn check(name: &str) {
     let case = Case::read(name);
     let contiguous = LayoutPolicy::Contiguous { multiple: 1 };
+    let mut alone: Option<Computed> = None;
     for (num_ranks, layout, exchange) in [
         (1, &contiguous, ExchangeStrategy::NeededOnly),
         (2, &LayoutPolicy::HeadTail, ExchangeStrategy::AllGather),
@@ -230,20 +215,36 @@ fn check(name: &str) {
     ] {
         let got = compute(&case, num_ranks, layout, exchange);
         let what = |part: &str| format!("{name}, {num_ranks} ranks, {layout:?}: {part}");
-        close(&what("hidden states"), &got.hidden, case.tensor("hidden"));
-        close(&what("logits"), &got.logits, case.tensor("logits"));
-        close(&what("loss"), &[got.loss], case.tensor("loss"));
+        let reference = |part: &str, got: &[f64], want: &[f64]| {
+            close_to_reference(NUM_LAYERS, &what(part), got, want);
+        };
+        reference("hidden states", &got.hidden, case.tensor("hidden"));
+        reference("logits", &got.logits, case.tensor("logits"));
+        reference("loss", &[got.loss], case.tensor("loss"));
         let auxiliary = case.tensor("auxiliary");
-        close(&what("auxiliary loss"), &[got.auxiliary], auxiliary);
+        reference("auxiliary loss", &[got.auxiliary], auxiliary);
         // Padding goes to no expert: two layers of two experts for each real token.
         let num_tokens: usize = case.ids.iter().map(Vec::len).sum();
         let routed: u64 = got.counts.iter().sum();
         assert_eq!(routed, 4 * num_tokens as u64, "{}", what("tokens"));
         let recorded = case.gradients();
         for (path, values) in &got.gradients {
-            close(&what(path), values, recorded[path.as_str()]);
+            reference(path, values, recorded[path.as_str()]);
         }
         assert_eq!(got.gradients.len(), recorded.len(), "{name}: parameters");
+        match &alone {
+            None => alone = Some(got),
+            Some(alone) => {
+                close(
+                    &what("hidden states, one rank's"),
+                    &got.hidden,
+                    &alone.hidden,
+                );
+                for ((path, values), (_, want)) in got.gradients.iter().zip(&alone.gradients) {
+                    close(&what(&format!("{path}, one rank's")), values, want);
+                }
+            }
+        }
     }
 }
 

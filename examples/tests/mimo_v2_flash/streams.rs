@@ -1,10 +1,10 @@
 //! Packed rows as streams of microbatches: pictures in one, none in the other, against one rank that knows no streams.
 
 use burn::{
-    backend::{Autodiff, Flex},
+    backend::Autodiff,
     module::Module,
     optim::{GradientsAccumulator, GradientsParams},
-    tensor::{Tensor, TensorData},
+    tensor::{Tensor, TensorData, backend::BackendTypes},
 };
 use burn_cp::{
     batch::{Media, SequenceBatch},
@@ -26,9 +26,14 @@ use burn_cp_examples::{
     train::{ModelSize, TrainConfig},
 };
 
-use crate::parity::{Gradient, Gradients, close};
+use crate::{
+    device::{Plain, close},
+    parity::{Gradient, Gradients},
+};
 
-type B = Autodiff<Flex>;
+type B = Autodiff<Plain>;
+/// Where a rank computes.
+type PlainDevice = <Plain as BackendTypes>::Device;
 type Failure = Box<dyn std::error::Error + Send + Sync>;
 
 /// Twice the most ranks: documents are padded to multiples of it.
@@ -112,7 +117,7 @@ impl Rows {
     }
 
     /// The first row's media of a kind.
-    fn entries(&self, kind: MediaKind) -> Option<MediaEntries<B>> {
+    fn entries(&self, kind: MediaKind, device: &PlainDevice) -> Option<MediaEntries<B>> {
         let vision = MimoV2FlashVlConfig::tiny().vision_config;
         let width = vision.patch_dim();
         let (mut at, mut pixels, mut grids) = (0, vec![], vec![]);
@@ -127,14 +132,14 @@ impl Rows {
         let rows = pixels.len() / width;
         let data = TensorData::new(pixels, [rows, width]);
         (rows > 0).then(|| MediaEntries {
-            pixels: Tensor::from_data(data, &Default::default()),
+            pixels: Tensor::from_data(data, device),
             grids,
             spatial_merge_size: vision.spatial_merge_size,
         })
     }
 
     /// The batch with its media at their places, for a sharder that knows no streams.
-    fn whole_batch(&self) -> SequenceBatch<B> {
+    fn whole_batch(&self, device: &PlainDevice) -> SequenceBatch<B> {
         let kinds = [
             ("image", MediaKind::Image, vocabulary::IMAGE),
             ("video", MediaKind::Video, vocabulary::VIDEO),
@@ -142,7 +147,7 @@ impl Rows {
         let mut batch = self.batch();
         for (name, kind, id) in kinds {
             let places: Vec<bool> = self.ids.iter().map(|&other| other == id).collect();
-            if let Some(entries) = self.entries(kind) {
+            if let Some(entries) = self.entries(kind, device) {
                 batch = batch.with_media(Media {
                     name: name.into(),
                     pixels: entries.pixels,
@@ -170,7 +175,7 @@ fn train(num_ranks: usize, num_chunks: Option<usize>, balance: f64) -> Trained {
         ..MimoV2FlashVlConfig::tiny()
     };
     let ranks = launch::threads(num_ranks, |rank| -> Result<Trained, Failure> {
-        let device = <Flex as burn::tensor::backend::BackendTypes>::Device::of_rank(&rank)?;
+        let device = PlainDevice::of_rank(&rank)?;
         let groups = comm::bind(&DeviceMesh::new([("dp", 1), ("cp", num_ranks)])?, &rank)?;
         let sharding = ContextParallelConfig {
             layout: match num_chunks {
@@ -184,7 +189,7 @@ fn train(num_ranks: usize, num_chunks: Option<usize>, balance: f64) -> Trained {
         let cp = ContextParallel::new(&groups, sharding)?;
         let model = SequenceSharded::new::<B>(config.init(&device, 3)?, &cp)?;
         let steps: Vec<CpStep<B>> = match num_chunks {
-            None => vec![cp.shard(rows.whole_batch(), &device)?],
+            None => vec![cp.shard(rows.whole_batch(&device), &device)?],
             Some(num_chunks) => {
                 let thd = ThdConfig {
                     num_chunks,
@@ -193,8 +198,8 @@ fn train(num_ranks: usize, num_chunks: Option<usize>, balance: f64) -> Trained {
                 };
                 let mut slots: Vec<MediaSlot<B>> = vec![MediaSlot::none(); num_chunks];
                 slots[0] = MediaSlot {
-                    images: rows.entries(MediaKind::Image),
-                    videos: rows.entries(MediaKind::Video),
+                    images: rows.entries(MediaKind::Image, &device),
+                    videos: rows.entries(MediaKind::Video, &device),
                 };
                 let sharder = ThdSharder::new(cp.clone(), thd)?;
                 sharder

@@ -1,10 +1,6 @@
 //! Recorded cases.
 
-use std::{
-    collections::BTreeMap,
-    fs,
-    path::{Path, PathBuf},
-};
+use std::{collections::BTreeMap, fs, path::PathBuf};
 
 use burn_cp_examples::{
     data::{Document, MediaKind},
@@ -13,8 +9,10 @@ use burn_cp_examples::{
 use safetensors::SafeTensors;
 use serde::Deserialize;
 
+use crate::device::fixtures;
+
 pub(crate) fn folder() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/qwen3_vl")
+    fixtures("qwen3_vl")
 }
 
 pub(crate) fn directory(model: &str) -> ModelDirectory {

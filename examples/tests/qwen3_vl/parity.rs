@@ -1,10 +1,10 @@
 //! Hidden states, logits, loss and gradients against the reference, sequences and vision tower sharded over 1, 2 and 4 ranks.
 
 use burn::{
-    backend::{Autodiff, Flex},
+    backend::Autodiff,
     module::{Module, ModuleVisitor, Param},
     optim::GradientsParams,
-    tensor::{FloatDType, Tensor},
+    tensor::{FloatDType, Tensor, backend::BackendTypes},
 };
 use burn_cp::{
     batch::SequenceBatch,
@@ -24,12 +24,12 @@ use burn_cp_examples::{
     train::to_batch,
 };
 
-use crate::fixture::{Case, How, directory};
+use crate::{
+    device::{Plain, close, close_to_reference},
+    fixture::{Case, How, directory},
+};
 
-type B = Autodiff<Flex>;
-
-/// Largest difference from the reference, relative to the largest value of the tensor.
-const TOLERANCE: f64 = 1e-4;
+type B = Autodiff<Plain>;
 
 /// What one world computed: rows of real tokens, document by document, and gradients by published name.
 struct Computed {
@@ -37,25 +37,6 @@ struct Computed {
     logits: Vec<f64>,
     loss: f64,
     gradients: Vec<(String, Vec<f64>)>,
-}
-
-fn close(what: &str, got: &[f64], want: &[f64]) {
-    assert_eq!(got.len(), want.len(), "{what}: number of values");
-    let largest = want
-        .iter()
-        .fold(0.0, |largest: f64, value| largest.max(value.abs()));
-    let difference = got.iter().zip(want).fold(0.0, |worst: f64, (got, want)| {
-        let difference = (got - want).abs();
-        if difference.is_nan() {
-            f64::NAN
-        } else {
-            worst.max(difference)
-        }
-    });
-    assert!(
-        difference <= TOLERANCE * largest,
-        "{what}: {difference:.2e} apart, values up to {largest:.2e}"
-    );
 }
 
 /// The documents with the reference's own patches, so that resampling plays no part.
@@ -86,6 +67,7 @@ fn batch(
     case: &Case,
     documents: Vec<Document>,
     directory: &ModelDirectory,
+    device: &<Plain as BackendTypes>::Device,
 ) -> (SequenceBatch<B>, Vec<usize>) {
     let config = directory.config();
     let processor = directory.processor();
@@ -125,14 +107,8 @@ fn batch(
         }
     }
     let shape = processor.shape();
-    let mut batch = to_batch::<B>(
-        &packs,
-        &shape,
-        config.text_config.vocab_size,
-        None,
-        &Default::default(),
-    )
-    .unwrap();
+    let mut batch =
+        to_batch::<B>(&packs, &shape, config.text_config.vocab_size, None, device).unwrap();
     if case.how == How::Left {
         let runs = starts
             .iter()
@@ -166,7 +142,7 @@ impl ModuleVisitor<B> for Gradients<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
         let grad = self
             .grads
-            .get::<Flex, D>(param.id)
+            .get::<Plain, D>(param.id)
             .expect("every parameter has a gradient after synchronisation");
         let data = grad.into_data();
         self.found
@@ -210,7 +186,7 @@ fn compute(name: &str, num_ranks: usize, layout: &LayoutPolicy) -> Computed {
     let ranks = launch::threads(
         num_ranks,
         |rank| -> Result<Computed, Box<dyn std::error::Error + Send + Sync>> {
-            let device = <Flex as burn::tensor::backend::BackendTypes>::Device::of_rank(&rank)?;
+            let device = <Plain as BackendTypes>::Device::of_rank(&rank)?;
             let groups = comm::bind(&DeviceMesh::new([("dp", 1), ("cp", num_ranks)])?, &rank)?;
             let config = ContextParallelConfig {
                 layout: layout.clone(),
@@ -221,7 +197,7 @@ fn compute(name: &str, num_ranks: usize, layout: &LayoutPolicy) -> Computed {
             let cp = ContextParallel::new(&groups, config)?;
             let model =
                 SequenceSharded::new::<B>(directory.load::<B>(&device, FloatDType::F32)?, &cp)?;
-            let (batch, real) = batch(&case, documents.clone(), &directory);
+            let (batch, real) = batch(&case, documents.clone(), &directory, &device);
             let step = cp.shard(batch, &device)?;
             let hidden = model.inner().model.forward(&step)?;
             let logits = model.inner().logits(hidden.clone());
@@ -247,6 +223,10 @@ fn compute(name: &str, num_ranks: usize, layout: &LayoutPolicy) -> Computed {
 
 fn check(name: &str) {
     let case = Case::read(name);
+    let directory = directory(name.split('-').next().unwrap());
+    let config = directory.config();
+    let num_layers = config.text_config.num_hidden_layers + config.vision_config.depth;
+    let mut alone: Option<Computed> = None;
     for (num_ranks, layout) in [
         (1, LayoutPolicy::Contiguous { multiple: 1 }),
         (2, LayoutPolicy::HeadTail),
@@ -254,19 +234,19 @@ fn check(name: &str) {
     ] {
         let got = compute(name, num_ranks, &layout);
         let what = |part: &str| format!("{name}, {num_ranks} ranks: {part}");
-        close(
-            &what("hidden states"),
-            &got.hidden,
-            case.tensor("hidden").unwrap(),
-        );
-        close(&what("logits"), &got.logits, case.tensor("logits").unwrap());
-        close(&what("loss"), &[got.loss], case.tensor("loss").unwrap());
+        let reference = |part: &str, got: &[f64], want: &[f64]| {
+            close_to_reference(num_layers, &what(part), got, want);
+        };
+        let recorded = |part: &str| case.tensor(part).unwrap();
+        reference("hidden states", &got.hidden, recorded("hidden"));
+        reference("logits", &got.logits, recorded("logits"));
+        reference("loss", &[got.loss], recorded("loss"));
         let recorded = case.gradients();
         let mut compared = 0;
         for (path, values) in &got.gradients {
             match recorded.get(path.as_str()) {
                 Some(want) => {
-                    close(&what(path), values, want);
+                    reference(path, values, want);
                     compared += 1;
                 }
                 // What the reference's graph does not reach.
@@ -274,6 +254,19 @@ fn check(name: &str) {
             }
         }
         assert_eq!(compared, recorded.len(), "{name}: parameters compared");
+        match &alone {
+            None => alone = Some(got),
+            Some(alone) => {
+                close(
+                    &what("hidden states, one rank's"),
+                    &got.hidden,
+                    &alone.hidden,
+                );
+                for ((path, values), (_, want)) in got.gradients.iter().zip(&alone.gradients) {
+                    close(&what(&format!("{path}, one rank's")), values, want);
+                }
+            }
+        }
     }
 }
 

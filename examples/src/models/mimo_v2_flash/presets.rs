@@ -16,8 +16,9 @@ impl MimoV2FlashConfig {
             num_attention_heads: 8,
             num_key_value_heads: 2,
             swa_num_key_value_heads: None,
-            head_dim: 16,
-            v_head_dim: 12,
+            // Multiples of 8, as kernels of devices take them.
+            head_dim: 24,
+            v_head_dim: 16,
             // Answers ask for pictures far before them, and fillers stand between: three layers need two that see all.
             layer_types: Some(vec![
                 AttentionKind::Full,
@@ -67,8 +68,8 @@ impl MimoV2FlashVlConfig {
             MimoV2FlashConfig {
                 hidden_size: 32,
                 intermediate_size: 64,
-                head_dim: 8,
-                v_head_dim: 6,
+                head_dim: 16,
+                v_head_dim: 8,
                 n_routed_experts: 4,
                 moe_intermediate_size: 24,
                 ..MimoV2FlashConfig::for_digits(vocabulary::SIZE)

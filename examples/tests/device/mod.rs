@@ -1,0 +1,73 @@
+//! Where models are compared with what was recorded, and how closely: CPUs, or GPUs with the feature `cuda`.
+
+use std::{
+    env,
+    path::{Path, PathBuf},
+    sync::OnceLock,
+};
+
+use burn_cp_examples::train::{self, product_rounding};
+
+#[cfg(feature = "cuda")]
+pub(crate) type Plain = burn::backend::Cuda<f32, i32>;
+#[cfg(not(feature = "cuda"))]
+pub(crate) type Plain = burn::backend::Flex;
+
+const DEVICE: train::Device = if cfg!(feature = "cuda") {
+    train::Device::Cuda
+} else {
+    train::Device::Cpu
+};
+
+/// What was recorded of a model: in the repository, or in the folder that `BURN_CP_FIXTURES` names, where that is not at hand.
+pub(crate) fn fixtures(model: &str) -> PathBuf {
+    let folder = env::var_os("BURN_CP_FIXTURES").map_or_else(
+        || Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures"),
+        PathBuf::from,
+    );
+    folder.join(model)
+}
+
+/// What the device's products round their inputs by.
+fn rounding() -> f64 {
+    static ROUNDING: OnceLock<f64> = OnceLock::new();
+    *ROUNDING.get_or_init(|| product_rounding(DEVICE))
+}
+
+/// Fails where values that the same device computed are apart by more, relative to the tensor's largest value, than 1e-4 or what its products
+/// round their inputs by.
+pub(crate) fn close(what: &str, got: &[f64], want: &[f64]) {
+    within(rounding().max(1e-4), what, got, want);
+}
+
+/// Fails where values of a model with so many layers are apart from the reference by more than 1e-4 or, on a device whose products round,
+/// than that times the square root of the number of products in a row, whose errors have no common sign: six a layer, and twice as many
+/// back.
+pub(crate) fn close_to_reference(num_layers: usize, what: &str, got: &[f64], want: &[f64]) {
+    let num_products = (18 * num_layers) as f64;
+    within(
+        (rounding() * num_products.sqrt()).max(1e-4),
+        what,
+        got,
+        want,
+    );
+}
+
+fn within(tolerance: f64, what: &str, got: &[f64], want: &[f64]) {
+    assert_eq!(got.len(), want.len(), "{what}: number of values");
+    let largest = want
+        .iter()
+        .fold(0.0, |largest: f64, value| largest.max(value.abs()));
+    let difference = got.iter().zip(want).fold(0.0, |worst: f64, (got, want)| {
+        let difference = (got - want).abs();
+        if worst.is_nan() || difference.is_nan() {
+            f64::NAN
+        } else {
+            worst.max(difference)
+        }
+    });
+    assert!(
+        difference <= tolerance * largest,
+        "{what}: {difference:.2e} apart, values up to {largest:.2e}, expected {tolerance:.1e} of that at most"
+    );
+}
