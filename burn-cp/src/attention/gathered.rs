@@ -13,6 +13,7 @@ use super::{
     driver::{KeysAndValues, Saved, backward_over, forward_over},
     merge::Merger,
     rows::{self, KvRows, pack_buffer, place, rows_of, take},
+    travel::Travel,
 };
 use crate::{
     collectives::{Call, Collective, Payload, Pending},
@@ -125,37 +126,44 @@ fn start_gather<B: InnerAttention>(
     B::collective_start(rows, &op, call.group(), exchange)
 }
 
-/// Brings the rows of other ranks' keys.
-struct RemoteRows<B: Backend> {
-    pending: Pending<B>,
+/// Other ranks' keys and values on their way.
+struct Remote<B: Backend> {
+    pending: Vec<Pending<B>>,
+    travel: Travel,
     gathered: bool,
 }
 
-impl<B: InnerAttention> RemoteRows<B> {
+impl<B: InnerAttention> Remote<B> {
+    /// `first` is the first operation, and `next` draws the others.
     fn start(
-        rows: Payload<B>,
-        call: &AttentionCall,
-        strategy: ExchangeStrategy,
-        exchange: Call,
+        parts: Vec<Payload<B>>,
+        (travel, call, strategy): (Travel, &AttentionCall, ExchangeStrategy),
+        first: Call,
+        next: impl Fn() -> Call,
     ) -> Self {
         let gathered = strategy == ExchangeStrategy::AllGather;
         let pending = if gathered {
-            start_gather(rows, call, exchange)
+            let rows = parts.into_iter();
+            rows.map(|rows| start_gather(rows, call, first)).collect()
         } else {
-            let plan = call.prepared().split().exchange.clone();
-            let op = Collective::Exchange { dim: 0, plan };
-            B::collective_start(rows, &op, call.group(), exchange)
+            let plan = &call.prepared().split().exchange;
+            travel.start(parts, (call, plan), first, next)
         };
-        Self { pending, gathered }
+        Self {
+            pending,
+            travel,
+            gathered,
+        }
     }
 
-    fn finish(self, call: &AttentionCall) -> Payload<B> {
-        let rows = self.pending.finish();
-        if self.gathered {
-            take(&rows, &call.prepared().split().gathered)
+    fn finish(self, call: &AttentionCall) -> KeysAndValues<B> {
+        let parts: Vec<_> = self.pending.into_iter().map(Pending::finish).collect();
+        let parts = if self.gathered {
+            self.travel.take(&parts, &call.prepared().split().gathered)
         } else {
-            rows
-        }
+            parts
+        };
+        self.travel.unpack_buffer(parts)
     }
 }
 
@@ -168,15 +176,16 @@ pub(super) fn overlapped_forward<B: InnerAttention>(
 ) -> (AttentionOutput<FloatTensor<B>>, KeysAndValues<B>) {
     let AttentionInput { q, k, v, sinks, .. } = input;
     let split = call.prepared().split();
-    let kv = KvRows::of::<B>(k, v);
-    let rows = KvRows::pack::<B>(k, v);
-    let remote = RemoteRows::start(rows.clone(), call, strategy, exchange);
-    let own = take(&rows, split.own.pieces.iter().map(|piece| &piece.range));
+    let travel = Travel::of::<B>((k, v), call, strategy, &split.exchange);
+    let parts = travel.pack::<B>(k, v);
+    let how = (travel, call, strategy);
+    let remote = Remote::start(parts.clone(), how, exchange, || call.forward());
+    let own = travel.take(&parts, split.own.pieces.iter().map(|piece| &piece.range));
     let moves = split.exchange.moves_rows(call.prepared().rank());
     let travels = strategy == ExchangeStrategy::AllGather || moves;
-    let own = forward_over::<B>(q, kv.unpack_buffer(own), &split.own, call, travels);
+    let own = forward_over::<B>(q, travel.unpack_buffer(own), &split.own, call, travels);
     let mut merger = Merger::<B>::new(own);
-    let remote = kv.unpack_buffer(remote.finish(call));
+    let remote = remote.finish(call);
     if split.remote.len > 0 {
         let remote = forward_over::<B>(q, remote.clone(), &split.remote, call, false);
         merger = merger.add(remote);
@@ -196,21 +205,22 @@ pub(super) fn overlapped_backward<B: InnerAttention>(
     let AttentionInput { k, v, .. } = &saved.input;
     let prepared = call.prepared();
     let split = prepared.split();
-    let kv = KvRows::of::<B>(k, v);
     let remote = saved.exchanged.clone().unwrap_or_else(|| {
-        let again = call.backward("attention again", of);
-        let remote = RemoteRows::start(KvRows::pack::<B>(k, v), call, strategy, again);
-        kv.unpack_buffer(remote.finish(call))
+        let travel = Travel::of::<B>((k, v), call, strategy, &split.exchange);
+        let again = || call.backward("attention again", of);
+        let parts = travel.pack::<B>(k, v);
+        Remote::start(parts, (travel, call, strategy), again(), again).finish(call)
     });
+    let back = Travel::of::<B>((k, v), call, strategy, &split.back.plan);
     let mut dq: Option<Tensor<B, 4>> = None;
     let grads = if split.remote.len > 0 {
         let grads = backward_over(saved, remote, dout, &split.remote, call);
         dq = Some(rows::wrap(&grads.dq));
-        pack_buffer::<B>(&grads.dk, &grads.dv, split.remote.len)
+        back.pack_buffer::<B>(&grads.dk, &grads.dv, split.remote.len)
     } else {
-        pack_buffer::<B>(k, v, 0)
+        back.pack_buffer::<B>(k, v, 0)
     };
-    let returning = start_return(grads, call, strategy, of);
+    let returning = start_return(grads, (back, call, strategy), of);
     let own_ranges: Vec<_> = (split.own.pieces.iter())
         .map(|piece| piece.range.clone())
         .collect();
@@ -218,21 +228,23 @@ pub(super) fn overlapped_backward<B: InnerAttention>(
     let own = if rows::are_all(&own_ranges, num_rows) && k.shape()[0] == 1 {
         (k.clone(), v.clone())
     } else {
-        kv.unpack_buffer(take(&KvRows::pack::<B>(k, v), &own_ranges))
+        back.unpack_buffer(back.take(&back.pack::<B>(k, v), &own_ranges))
     };
     let own = backward_over(saved, own, dout, &split.own, call);
-    let own_rows = pack_buffer::<B>(&own.dk, &own.dv, split.own.len);
-    let mut parts = rows_of(&own_rows, own_ranges);
-    let returned = returning.finish();
-    if strategy == ExchangeStrategy::AllGather {
-        parts.push((0..num_rows, returned));
-    } else {
-        let targets = split.back.targets.iter().flatten().cloned();
-        parts.extend(rows_of(&returned, targets));
-    }
-    let total = Payload::sum_rows(&parts, 0, num_rows, &own_rows);
+    let own_rows = back.pack_buffer::<B>(&own.dk, &own.dv, split.own.len);
+    let returned = returning.into_iter().map(Pending::finish);
+    let total = own_rows.into_iter().zip(returned).map(|(own, returned)| {
+        let mut parts = rows_of(&own, back.dim(), own_ranges.clone());
+        if strategy == ExchangeStrategy::AllGather {
+            parts.push((0..num_rows, returned));
+        } else {
+            let targets = split.back.targets.iter().flatten().cloned();
+            parts.extend(rows_of(&returned, back.dim(), targets));
+        }
+        Payload::sum_rows(&parts, back.dim(), num_rows, &own)
+    });
     let batch = prepared.plan().documents().batch_size();
-    let (dk, dv) = kv.unpack(total, batch);
+    let (dk, dv) = back.unpack(total.collect(), batch);
     // A sum of two is rounded once, whatever it is computed in.
     let dq = match dq {
         Some(dq) => rows::unwrap(rows::wrap::<B, 4>(&own.dq) + dq),
@@ -243,21 +255,24 @@ pub(super) fn overlapped_backward<B: InnerAttention>(
 
 /// Sends the gradients of others' keys to their owners.
 fn start_return<B: InnerAttention>(
-    rows: Payload<B>,
-    call: &AttentionCall,
-    strategy: ExchangeStrategy,
+    parts: Vec<Payload<B>>,
+    (travel, call, strategy): (Travel, &AttentionCall, ExchangeStrategy),
     of: u64,
-) -> Pending<B> {
+) -> Vec<Pending<B>> {
     let prepared = call.prepared();
     let split = prepared.split();
-    let adjoint = call.backward("attention", of);
-    let (rows, op) = if strategy == ExchangeStrategy::AllGather {
+    let adjoint = || call.backward("attention", of);
+    if strategy == ExchangeStrategy::AllGather {
         let sizes = prepared.sizes().clone();
-        let all = place(&rows, &split.gathered, sizes.iter().sum());
-        (all, Collective::ReduceScatter { dim: 0, sizes })
-    } else {
-        let plan = split.back.plan.clone();
-        (rows, Collective::Exchange { dim: 0, plan })
-    };
-    B::collective_start(rows, &op, call.group(), adjoint)
+        let start = |rows: Payload<B>| {
+            let all = place(&rows, &split.gathered, sizes.iter().sum());
+            let op = Collective::ReduceScatter {
+                dim: 0,
+                sizes: sizes.clone(),
+            };
+            B::collective_start(all, &op, call.group(), adjoint())
+        };
+        return parts.into_iter().map(start).collect();
+    }
+    travel.start(parts, (call, &split.back.plan), adjoint(), adjoint)
 }

@@ -35,6 +35,7 @@ mod rows;
 mod split;
 mod strategy;
 mod subset;
+mod travel;
 
 use burn::tensor::ops::FloatTensor;
 use burn_cp_kernels::{AttentionBackend, VarlenAttentionBackend};

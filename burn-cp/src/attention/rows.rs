@@ -161,14 +161,15 @@ pub(super) fn place<B: Backend>(
     Payload::concat(parts, 0, rows)
 }
 
-/// The rows that belong to each of some ranges, one behind the other in `rows`.
+/// The rows of `dim` that belong to each of some ranges, one behind the other in `rows`.
 pub(super) fn rows_of<B: Backend>(
     rows: &Payload<B>,
+    dim: usize,
     ranges: impl IntoIterator<Item = Range<usize>>,
 ) -> Vec<(Range<usize>, Payload<B>)> {
     let mut at = 0;
     let part = |range: Range<usize>| {
-        let part = rows.rows(0, &(at..at + range.len()));
+        let part = rows.rows(dim, &(at..at + range.len()));
         at += range.len();
         (range, part)
     };

@@ -217,6 +217,15 @@ impl<B: CollectiveBackend, C: CheckpointStrategy> CollectiveBackend for Autodiff
         }
     }
 
+    fn moves_any_rows(
+        tensor: (&[usize], DType),
+        device: &Self::Device,
+        op: &Collective,
+        group: &ProcessGroup,
+    ) -> bool {
+        B::moves_any_rows(tensor, device, op, group)
+    }
+
     fn leaf_id(tensor: &FloatTensor<Self>) -> Option<u64> {
         tensor.is_tracked().then_some(tensor.node.id.value)
     }

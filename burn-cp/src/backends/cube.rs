@@ -1,6 +1,6 @@
 //! CubeCL backends: between devices as the runtime can, else through the host.
 
-use burn::tensor::ops::FloatTensor;
+use burn::tensor::{DType, ops::FloatTensor};
 use burn_cp_kernels::AttentionRuntime;
 use burn_cubecl::{BoolElement, CubeBackend, FloatElement, IntElement};
 
@@ -32,6 +32,17 @@ pub trait CollectiveRuntime: AttentionRuntime {
         _call: &Call,
     ) -> Result<Pending<Plain<Self>>, Payload<Plain<Self>>> {
         Err(payload)
+    }
+
+    /// As [`CollectiveBackend::moves_any_rows`].
+    #[doc(hidden)]
+    fn moves_any_rows(
+        _tensor: (&[usize], DType),
+        _device: &Self::Device,
+        _op: &Collective,
+        _group: &ProcessGroup,
+    ) -> bool {
+        false
     }
 }
 
@@ -74,6 +85,15 @@ where
             Ok(pending) => Pending::new(move || recast!(pending.finish())),
             Err(payload) => start_through_host::<Self>(recast!(payload), op, group, call),
         }
+    }
+
+    fn moves_any_rows(
+        tensor: (&[usize], DType),
+        device: &Self::Device,
+        op: &Collective,
+        group: &ProcessGroup,
+    ) -> bool {
+        R::moves_any_rows(tensor, device, op, group)
     }
 }
 

@@ -46,6 +46,15 @@ impl<B: FusionBackend + CollectiveBackend> CollectiveBackend for Fusion<B> {
             }
         })
     }
+
+    fn moves_any_rows(
+        tensor: (&[usize], DType),
+        device: &Self::Device,
+        op: &Collective,
+        group: &ProcessGroup,
+    ) -> bool {
+        B::moves_any_rows(tensor, device, op, group)
+    }
 }
 
 /// The inner backend's tensor, whose operations have been submitted.

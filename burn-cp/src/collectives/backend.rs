@@ -1,6 +1,6 @@
 //! What a backend must do to take part in collectives.
 
-use burn::tensor::{backend::Backend, ops::FloatTensor};
+use burn::tensor::{DType, backend::Backend, ops::FloatTensor};
 
 use super::{Call, Collective, Payload, Pending, start_by_messages, start_on_threads};
 use crate::comm::{ProcessGroup, Transport};
@@ -38,6 +38,17 @@ pub trait CollectiveBackend: Backend {
         call: Call,
     ) -> Payload<Self> {
         Self::collective_start(payload, op, group, call).finish()
+    }
+
+    /// Whether `op` takes rows of any dim of tensors of a shape and dtype from where they are, so that nothing is won by putting them
+    /// together first. The same answer on every rank of `group`, each of which must call it.
+    fn moves_any_rows(
+        _tensor: (&[usize], DType),
+        _device: &Self::Device,
+        _op: &Collective,
+        group: &ProcessGroup,
+    ) -> bool {
+        group.transport() != Transport::Processes
     }
 
     /// Identity of a tracked tensor's node in the graph of autodiff, within the process; `None` on backends without autodiff, and

@@ -70,7 +70,7 @@ pub(crate) use nccl::{
 pub(crate) use observer::Observer;
 pub(crate) use order::WeakProgramOrder;
 #[cfg(feature = "cuda")]
-pub(crate) use peers::{Move, Moves};
+pub(crate) use peers::{Block, Move, Moves, Steps};
 pub(crate) use tcp::{Client, Listener};
 pub(crate) use world::{Control, Processes, World};
 

@@ -11,20 +11,34 @@ use std::{
     time::{Duration, Instant},
 };
 
+mod block;
+
+#[cfg_attr(
+    not(feature = "cuda"),
+    allow(unused_imports, reason = "for devices that address memory")
+)]
+pub(crate) use block::{Block, Rectangle, Steps};
+
 /// How often a rank that waits for others to post looks for failures.
 const LOOK: Duration = Duration::from_millis(5);
 
-/// One run of bytes on its way.
+/// Rows on their way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Move {
     /// The rank at the other end.
     pub(crate) peer: usize,
-    /// Address on the device of who names it.
-    pub(crate) address: u64,
-    pub(crate) num_bytes: usize,
+    pub(crate) block: Block,
 }
 
-/// What a rank gives and what it takes; between two ranks, in the same order at both ends. Runs that stay with a rank are in both.
+impl Move {
+    /// The copies of what is given to where it is taken; `None` where it does not fit.
+    pub(crate) fn copies(&self, take: &Self) -> Option<Vec<Rectangle>> {
+        let fits = take.block.fits(&self.block);
+        fits.then(|| block::copies(&self.block, &take.block))
+    }
+}
+
+/// What a rank gives and what it takes; between two ranks, in the same order at both ends. What stays with a rank is in both.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Moves {
     pub(crate) gives: Vec<Move>,
@@ -48,11 +62,11 @@ pub(crate) trait Device {
     /// Why they do not start.
     type Error;
 
-    /// Starts to copy runs to this device from that of rank `source`: address there, address here, bytes.
+    /// Starts copies to this device from that of rank `source`.
     fn copy_from(
         &self,
         source: (usize, &Self),
-        runs: &[(u64, u64, usize)],
+        copies: &[Rectangle],
     ) -> Result<Self::End, Self::Error>;
 
     /// What a rank gets that waited in vain, in a world that has failed.
@@ -83,16 +97,18 @@ impl<D: Device> Pair<D> {
     fn start(&self) -> Result<Option<D::End>, D::Error> {
         let gives: Vec<_> = self.from.moves.to(self.destination).collect();
         let takes: Vec<_> = self.to.moves.from(self.source).collect();
-        let fit = gives.len() == takes.len()
-            && (gives.iter().zip(&takes)).all(|(give, take)| give.num_bytes == take.num_bytes);
-        if !fit {
+        if gives.len() != takes.len() {
             return Ok(None);
         }
-        let runs: Vec<_> = (gives.iter().zip(takes))
-            .map(|(give, take)| (give.address, take.address, take.num_bytes))
-            .collect();
+        let copies = gives
+            .iter()
+            .zip(takes)
+            .map(|(give, take)| give.copies(take));
+        let Some(copies) = copies.collect::<Option<Vec<_>>>() else {
+            return Ok(None);
+        };
         let from = (self.source, &self.from.device);
-        self.to.device.copy_from(from, &runs).map(Some)
+        self.to.device.copy_from(from, &copies.concat()).map(Some)
     }
 }
 

@@ -10,8 +10,8 @@ use super::CollectiveRuntime;
 use crate::{
     collectives::{Call, Collective, Later, Payload, Pending, Wire},
     comm::{
-        CommError, Communicator, Element, FailureCause, Move, Moves, NcclError, Observer, Place,
-        ProcessGroup, Queue, Transport, UniqueId,
+        Block, CommError, Communicator, Element, FailureCause, Move, Moves, NcclError, Observer,
+        Place, ProcessGroup, Queue, Transport, UniqueId,
     },
 };
 
@@ -35,8 +35,7 @@ impl CollectiveRuntime for CudaRuntime {
             return Err(payload);
         };
         let ordinal = tensor_of(&payload).device.index;
-        let joined = group.device_transport(|| join(group, &observer, ordinal));
-        let joined = joined.unwrap_or_else(|error| error.raise());
+        let joined = joined(group, &observer, ordinal);
         let Some(communicator) = &*joined else {
             return Err(payload);
         };
@@ -44,7 +43,7 @@ impl CollectiveRuntime for CudaRuntime {
             group,
             observer: Some(observer),
             communicator,
-            large: in_place::is_large(op, &payload),
+            large: in_place::is_large(op, &payload.shape(), payload.dtype()),
             number: call.number,
             what: call.label,
         };
@@ -64,6 +63,31 @@ impl CollectiveRuntime for CudaRuntime {
             later().unwrap_or_else(|error| error.raise())
         }))
     }
+
+    fn moves_any_rows(
+        (shape, dtype): (&[usize], DType),
+        device: &Self::Device,
+        op: &Collective,
+        group: &ProcessGroup,
+    ) -> bool {
+        let Some(observer) = group.observer() else {
+            return false;
+        };
+        let joined = joined(group, &observer, device.index);
+        let copies = (joined.as_ref().as_ref()).is_some_and(Communicator::is_direct);
+        copies && in_place::is_large(op, shape, dtype) && op.moves_blocks(true)
+    }
+}
+
+/// How a group's ranks with GPUs exchange, which is found out at the first call; `None`: through the host. Every rank must call it between
+/// the same operations. A failure ends the rank.
+fn joined(
+    group: &ProcessGroup,
+    observer: &Observer,
+    ordinal: usize,
+) -> std::sync::Arc<Option<Communicator>> {
+    let joined = group.device_transport(|| join(group, observer, ordinal));
+    joined.unwrap_or_else(|error| error.raise())
 }
 
 fn tensor_of(payload: &Payload<Plain>) -> &Tensor {
@@ -309,8 +333,12 @@ impl Run<'_> {
                     queue.broadcast(from, to, num_bytes, root)
                 })
             }
-            op if op.moves_runs() && shape[1..].iter().product::<usize>() > 0 => {
+            op if op.moves_blocks(self.copies()) => {
                 let work = op.decompose(&shape, self.group.rank(), self.group.size());
+                let others = shape[..work.dim].iter().chain(&shape[work.dim + 1..]);
+                if others.product::<usize>() == 0 {
+                    return self.by_messages(payload, op);
+                }
                 self.in_place(payload, &work)
             }
             // What is added up here is so in the order of ranks, which NCCL does not promise.
@@ -377,16 +405,14 @@ impl Wire<Plain> for &Run<'_> {
                         .gives
                         .extend(destinations.into_iter().map(|peer| Move {
                             peer,
-                            address,
-                            num_bytes,
+                            block: Block::one(address, num_bytes),
                         }));
                 }
                 let takes = sources.into_iter().zip(to);
                 moves.takes = takes
                     .map(|((peer, num_bytes), &address)| Move {
                         peer,
-                        address,
-                        num_bytes,
+                        block: Block::one(address, num_bytes),
                     })
                     .collect();
                 moves

@@ -228,8 +228,7 @@ fn is_started_and_completed_apart(communicator: &Communicator) {
     let num_bytes = 64 * 32 * 4;
     let at = |address| Move {
         peer: 0,
-        address,
-        num_bytes,
+        block: Block::one(address, num_bytes),
     };
     let moves = Moves {
         gives: vec![at(source)],

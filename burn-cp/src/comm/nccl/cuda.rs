@@ -3,6 +3,7 @@
 use cudarc::driver::{result, sys};
 
 use super::error::{NcclError, driver};
+use crate::comm::peers::Rectangle;
 
 /// A device's primary context, which CubeCL uses too, and a stream in it.
 #[derive(Debug)]
@@ -79,24 +80,24 @@ impl Stream {
         })
     }
 
-    /// Copies to an address of this device from one of `source`'s, which may be this one, as the stream's next operation: as a copy between
+    /// Copies to this device from `source`'s, which may be this one, as the stream's next operation: as a copy between
     /// devices within one, too, which beside copies from others was faster than the call for one device.
-    pub(super) fn copy_from(
-        &self,
-        to: u64,
-        (source, from): (&Self, u64),
-        num_bytes: usize,
-    ) -> Result<(), NcclError> {
-        // SAFETY: the callers keep both buffers until the copy has ended; contexts and stream are alive.
+    pub(super) fn copy_from(&self, source: &Self, copy: &Rectangle) -> Result<(), NcclError> {
+        let rectangle = rectangle((source, self), copy);
+        // SAFETY: the callers keep both buffers until the copy has ended; contexts, stream and record are alive.
         driver("copying between devices", unsafe {
-            sys::cuMemcpyPeerAsync(
-                to,
-                self.context,
-                from,
-                source.context,
-                num_bytes,
-                self.stream,
-            )
+            if copy.count == 1 {
+                sys::cuMemcpyPeerAsync(
+                    copy.to,
+                    self.context,
+                    copy.from,
+                    source.context,
+                    copy.num_bytes,
+                    self.stream,
+                )
+            } else {
+                sys::cuMemcpy3DPeerAsync(&raw const rectangle, self.stream)
+            }
             .result()
         })
     }
@@ -186,6 +187,40 @@ impl Stream {
         driver("ordering the context", unsafe {
             sys::cuCtxWaitEvent(self.context, event.0).result()
         })
+    }
+}
+
+/// A copy, as the driver takes it: of so many lines.
+fn rectangle(
+    (source, destination): (&Stream, &Stream),
+    copy: &Rectangle,
+) -> sys::CUDA_MEMCPY3D_PEER {
+    sys::CUDA_MEMCPY3D_PEER {
+        srcXInBytes: 0,
+        srcY: 0,
+        srcZ: 0,
+        srcLOD: 0,
+        srcMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
+        srcHost: std::ptr::null(),
+        srcDevice: copy.from,
+        srcArray: std::ptr::null_mut(),
+        srcContext: source.context,
+        srcPitch: copy.from_pitch,
+        srcHeight: copy.count,
+        dstXInBytes: 0,
+        dstY: 0,
+        dstZ: 0,
+        dstLOD: 0,
+        dstMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
+        dstHost: std::ptr::null_mut(),
+        dstDevice: copy.to,
+        dstArray: std::ptr::null_mut(),
+        dstContext: destination.context,
+        dstPitch: copy.to_pitch,
+        dstHeight: copy.count,
+        WidthInBytes: copy.num_bytes,
+        Height: copy.count,
+        Depth: 1,
     }
 }
 

@@ -38,8 +38,9 @@ impl Shared {
         }
         self.stream.wait(ready)?;
         for (give, take) in pairs {
-            let from = (&*self.stream, give.address);
-            self.stream.copy_from(take.address, from, take.num_bytes)?;
+            for copy in give.copies(take).into_iter().flatten() {
+                self.stream.copy_from(&self.stream, &copy)?;
+            }
         }
         self.stream.record().map(Some)
     }

@@ -6,7 +6,7 @@ use super::{
     cuda::{Event, Stream},
     error::NcclError,
 };
-use crate::comm::peers::{Device, Peers};
+use crate::comm::peers::{Device, Peers, Rectangle};
 
 /// A rank's streams for copies from each rank: one that waits for a rank's kernels holds up no copies from others.
 pub(super) type Streams = Arc<[Stream]>;
@@ -26,14 +26,14 @@ impl Device for Gpu {
     fn copy_from(
         &self,
         (source, from): (usize, &Self),
-        runs: &[(u64, u64, usize)],
+        copies: &[Rectangle],
     ) -> Result<Event, NcclError> {
         let stream = &self.streams[source];
         stream.enter()?;
         stream.wait(&self.ready)?;
         stream.wait(&from.ready)?;
-        for &(there, here, num_bytes) in runs {
-            stream.copy_from(here, (&from.streams[source], there), num_bytes)?;
+        for copy in copies {
+            stream.copy_from(&from.streams[source], copy)?;
         }
         stream.record()
     }

@@ -17,7 +17,7 @@ use super::{
     error::{NcclError, check_libraries},
     queue::{Element, Queue, call},
 };
-use crate::comm::{Move, Moves, Observer};
+use crate::comm::{Block, Move, Moves, Observer};
 
 /// What the ranks of a communicator have in common before it exists. Made by one of them.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -119,8 +119,7 @@ fn reach_all(raw: Raw, [rank, size]: [usize; 2], stream: &Stream) -> Result<(), 
         let others = (0..size).filter(|other| *other != rank);
         let one = |peer| Move {
             peer,
-            address: address(peer),
-            num_bytes: 4,
+            block: Block::one(address(peer), 4),
         };
         others.map(one).collect()
     };

@@ -58,33 +58,37 @@ impl Queue<'_> {
     }
 
     fn send(&self, one: &Move) -> Result<(), NcclError> {
-        // SAFETY: the caller keeps the buffer until the operation has ended.
-        let code = unsafe {
-            sys::ncclSend(
-                one.address as _,
-                one.num_bytes,
-                sys::ncclDataType_t::ncclUint8,
-                one.peer as i32,
-                self.raw.0,
-                self.stream.raw() as _,
-            )
-        };
-        accepted("sending", code, Some(self.raw))
+        one.block.runs().try_for_each(|(address, num_bytes)| {
+            // SAFETY: the caller keeps the buffer until the operation has ended.
+            let code = unsafe {
+                sys::ncclSend(
+                    address as _,
+                    num_bytes,
+                    sys::ncclDataType_t::ncclUint8,
+                    one.peer as i32,
+                    self.raw.0,
+                    self.stream.raw() as _,
+                )
+            };
+            accepted("sending", code, Some(self.raw))
+        })
     }
 
     fn receive(&self, one: &Move) -> Result<(), NcclError> {
-        // SAFETY: as for `send`; nobody else has the buffer.
-        let code = unsafe {
-            sys::ncclRecv(
-                one.address as _,
-                one.num_bytes,
-                sys::ncclDataType_t::ncclUint8,
-                one.peer as i32,
-                self.raw.0,
-                self.stream.raw() as _,
-            )
-        };
-        accepted("receiving", code, Some(self.raw))
+        one.block.runs().try_for_each(|(address, num_bytes)| {
+            // SAFETY: as for `send`; nobody else has the buffer.
+            let code = unsafe {
+                sys::ncclRecv(
+                    address as _,
+                    num_bytes,
+                    sys::ncclDataType_t::ncclUint8,
+                    one.peer as i32,
+                    self.raw.0,
+                    self.stream.raw() as _,
+                )
+            };
+            accepted("receiving", code, Some(self.raw))
+        })
     }
 
     /// Equal parts of all ranks, one behind the other.

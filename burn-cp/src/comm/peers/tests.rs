@@ -27,14 +27,15 @@ impl Device for Memory {
     type End = ();
     type Error = InVain;
 
-    fn copy_from(
-        &self,
-        (_, from): (usize, &Self),
-        runs: &[(u64, u64, usize)],
-    ) -> Result<(), InVain> {
-        for &(there, here, len) in runs {
-            let run = from.bytes()[there as usize..there as usize + len].to_vec();
-            self.bytes()[here as usize..here as usize + len].copy_from_slice(&run);
+    fn copy_from(&self, (_, from): (usize, &Self), copies: &[Rectangle]) -> Result<(), InVain> {
+        for copy in copies {
+            let len = copy.num_bytes;
+            for line in 0..copy.count {
+                let there = copy.from as usize + line * copy.from_pitch;
+                let here = copy.to as usize + line * copy.to_pitch;
+                let run = from.bytes()[there..there + len].to_vec();
+                self.bytes()[here..here + len].copy_from_slice(&run);
+            }
         }
         Ok(())
     }
@@ -73,8 +74,7 @@ fn half(runs: &Runs, rank: usize, number: u64) -> (Moves, Memory, Vec<u8>) {
             for &num_bytes in lens {
                 list.push(Move {
                     peer,
-                    address: bytes.len() as u64,
-                    num_bytes,
+                    block: Block::one(bytes.len() as u64, num_bytes),
                 });
                 bytes.extend((at..at + num_bytes).map(values));
                 at += num_bytes;
@@ -93,10 +93,13 @@ fn half(runs: &Runs, rank: usize, number: u64) -> (Moves, Memory, Vec<u8>) {
     for peer in others {
         let mut at = 0;
         for take in moves.from(peer) {
-            for offset in 0..take.num_bytes {
-                want[take.address as usize + offset] = byte(peer, rank, at + offset);
+            let Block {
+                address, num_bytes, ..
+            } = take.block;
+            for offset in 0..num_bytes {
+                want[address as usize + offset] = byte(peer, rank, at + offset);
             }
-            at += take.num_bytes;
+            at += num_bytes;
         }
     }
     (moves, memory, want)
@@ -147,8 +150,7 @@ proptest! {
 fn one_run(peer: usize) -> Vec<Move> {
     vec![Move {
         peer,
-        address: 0,
-        num_bytes: 1,
+        block: Block::one(0, 1),
     }]
 }
 
@@ -210,7 +212,7 @@ fn a_rank_stops_waiting_when_the_world_has_failed_and_nobody_reads_its_buffers_t
 fn what_does_not_fit_is_not_copied() {
     let peers = waiting();
     let mut takes = one_run(0);
-    takes[0].num_bytes = 2;
+    takes[0].block = Block::one(0, 2);
     let moves = Moves {
         gives: Vec::new(),
         takes,
