@@ -11,7 +11,7 @@ use super::device::num_devices;
 use super::*;
 use crate::{
     collectives::{self, CollectiveBackend, ExchangePlan, Piece, num_host_reads},
-    comm,
+    comm::{self, Place, UniqueId},
     launch::{self, RankDevice},
     mesh::DeviceMesh,
 };

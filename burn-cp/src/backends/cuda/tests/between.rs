@@ -11,6 +11,8 @@ use crate::{
     sharder::{ContextParallel, ContextParallelConfig},
 };
 
+mod another_dim;
+
 /// Ranks of one world alone have the GPUs: those of another would go through the host.
 fn gpus() -> MutexGuard<'static, ()> {
     static GPUS: Mutex<()> = Mutex::new(());
@@ -132,85 +134,6 @@ where
         Ok::<_, Box<dyn std::error::Error + Send + Sync>>(all)
     })
     .unwrap()
-}
-
-/// How the elements of `[3, rows, 2]` stand in memory.
-#[derive(Debug, Clone, Copy)]
-enum Stands {
-    AsWritten,
-    /// Row by row, as behind a swap of dims.
-    RowsFirst,
-    /// With others between.
-    WithGaps,
-}
-
-/// Rows of the second dim, from ranks whose tensors stand in memory like this.
-fn rows_of_another_dim<B>(stand: [Stands; 2]) -> Vec<Vec<Vec<f64>>>
-where
-    B: CollectiveBackend,
-    B::Device: RankDevice,
-{
-    let mesh = DeviceMesh::new([("cp", 2)]).unwrap();
-    let _gpus = gpus();
-    launch::threads(2, |rank| {
-        let group = comm::bind(&mesh, &rank)?.along(&["cp"])?;
-        let device = B::Device::of_rank(&rank)?;
-        let me = rank.rank();
-        let piece = |source, range| Piece { source, range };
-        let pieces = [
-            vec![piece(1, 0..1), piece(0, 1..3), piece(1, 2..4)],
-            vec![piece(0, 2..3), piece(0, 0..1)],
-        ];
-        let sizes = [3, 5];
-        let plan = Arc::new(ExchangePlan::new(&sizes, &pieces, me).unwrap());
-        let rows = sizes[me];
-        let values = |shape: [usize; 3]| {
-            let num: usize = shape.iter().product();
-            let values: Vec<f64> = (0..num).map(|i| (i + 50 * me) as f64).collect();
-            Api::<B, 3>::from_data(TensorData::new(values, shape), &device)
-        };
-        let x = match stand[me] {
-            Stands::AsWritten => values([3, rows, 2]),
-            Stands::RowsFirst => values([rows, 3, 2]).swap_dims(0, 1),
-            Stands::WithGaps => values([3, rows, 4]).narrow(2, 1, 2),
-        };
-        let sizes: Arc<[usize]> = sizes.into();
-        let ops = [
-            Collective::Exchange { dim: 1, plan },
-            Collective::AllGather { dim: 1, sizes },
-        ];
-        let run = |op: Collective| {
-            let call = Call::forward(&group, "test");
-            let x = Payload::Float(x.clone().into_primitive().tensor());
-            let Payload::Float(got) = B::collective(x, &op, &group, call) else {
-                panic!("a float");
-            };
-            let got = Api::<B, 3>::from_primitive(TensorPrimitive::Float(got));
-            // Computed with, so that its strides are.
-            (got + 1.0).into_data().iter::<f64>().collect()
-        };
-        Ok::<_, Box<dyn std::error::Error + Send + Sync>>(ops.map(run).to_vec())
-    })
-    .unwrap()
-}
-
-#[test]
-fn rows_of_any_dim_go_from_where_they_are() {
-    if !devices_exist(2) {
-        return;
-    }
-    for stand in [
-        [Stands::AsWritten; 2],
-        [Stands::RowsFirst; 2],
-        [Stands::WithGaps; 2],
-        [Stands::RowsFirst, Stands::AsWritten],
-        [Stands::AsWritten, Stands::RowsFirst],
-    ] {
-        let want = rows_of_another_dim::<burn::backend::Flex>(stand);
-        assert_eq!(rows_of_another_dim::<Plain>(stand), want, "{stand:?}");
-        let fused = rows_of_another_dim::<burn::backend::Cuda<f32, i32>>(stand);
-        assert_eq!(fused, want, "fused, {stand:?}");
-    }
 }
 
 #[test]
