@@ -80,3 +80,41 @@ fn rows_of_any_dim_go_from_where_they_are() {
         assert_eq!(fused, want, "fused, {stand:?}");
     }
 }
+
+#[test]
+fn rows_of_any_dim_are_copied_within_a_gpu() {
+    if !device_exists() {
+        return;
+    }
+    let (group, communicator) = (ProcessGroup::solo(), alone(true));
+    let run = run(&group, &communicator);
+    let piece = |range| Piece { source: 0, range };
+    let pieces = [vec![piece(2..4), piece(0..1), piece(1..2)]];
+    let plan = Arc::new(ExchangePlan::new(&[5], &pieces, 0).unwrap());
+    for stand in [Stands::AsWritten, Stands::RowsFirst, Stands::WithGaps] {
+        let values = |shape: [usize; 3]| {
+            let num: usize = shape.iter().product();
+            let values: Vec<f32> = (0..num).map(|i| i as f32).collect();
+            Api::<Plain, 3>::from_data(TensorData::new(values, shape), &Default::default())
+        };
+        let x = match stand {
+            Stands::AsWritten => values([3, 5, 2]),
+            Stands::RowsFirst => values([5, 3, 2]).swap_dims(0, 1),
+            Stands::WithGaps => values([3, 5, 4]).narrow(2, 1, 2),
+        };
+        let rows = |start, len| x.clone().narrow(1, start, len);
+        let want = Api::cat(vec![rows(2, 2), rows(0, 1), rows(1, 1)], 1);
+        let op = Collective::Exchange {
+            dim: 1,
+            plan: plan.clone(),
+        };
+        let x = Payload::Float(x.into_primitive().tensor());
+        let Payload::Float(got) = run.collective(x, &op).unwrap() else {
+            panic!("a float");
+        };
+        let got = Api::<Plain, 3>::from_primitive(TensorPrimitive::Float(got));
+        assert_eq!(got.dims(), [3, 4, 2]);
+        let [got, want] = [got, want].map(|rows| (rows + 1.0).into_data());
+        assert_eq!(got, want, "{stand:?}");
+    }
+}
