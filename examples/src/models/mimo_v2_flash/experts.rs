@@ -142,7 +142,9 @@ impl<B: Backend> Experts<B> {
             }
             let tokens: Vec<usize> = slots.iter().map(|slot| slot / k).collect();
             let out = expert.forward(x.clone().select(0, index(&tokens, &device)));
-            outputs.push(out * weights.clone().select(0, index(slots, &device)));
+            // One number a slot: a selected column beside a product is read wrongly by Burn 0.21's fusion.
+            let weights = weights.clone().select(0, index(slots, &device));
+            outputs.push(out * weights.unsqueeze_dim(1));
         }
         // What padding is given.
         outputs.push(Tensor::zeros([1, hidden], (&device, x.dtype())));
@@ -185,15 +187,15 @@ impl<B: Backend> Experts<B> {
             .collect()
     }
 
-    /// What the output of each slot's expert is multiplied by, `[slots, 1]`.
-    fn weights(&self, scores: &Tensor<B, 2>, chosen: &[usize]) -> Tensor<B, 2> {
+    /// What the output of each slot's expert is multiplied by, `[slots]`.
+    fn weights(&self, scores: &Tensor<B, 2>, chosen: &[usize]) -> Tensor<B, 1> {
         let k = self.choice.num_chosen;
         let chosen = index(chosen, &scores.device()).reshape([chosen.len() / k, k]);
         let mut weights = scores.clone().gather(1, chosen);
         if self.normalize {
             weights = weights.clone() / (weights.sum_dim(1) + 1e-20);
         }
-        (weights * self.scale).reshape([-1, 1])
+        (weights * self.scale).reshape([-1])
     }
 }
 
