@@ -135,7 +135,7 @@ fn calls() -> Vec<Fault> {
         fault(
             "two-other-shape-in-forward",
             &["[attention]"],
-            &["rank 1 calls", "[attention]", "[*, "],
+            &["rank 1 calls", "[attention]", "*, "],
         )
         .under_every_strategy(),
         fault(

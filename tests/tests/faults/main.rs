@@ -202,7 +202,7 @@ faults_under_every_strategy! {
     an_error_before_backward_ends_every_rank_under_every_strategy:
         "error-before-backward", op ["its own code"], cause ["the data loader ran dry"], AtOnce;
     another_shape_in_forward_is_named_under_every_strategy:
-        "other-shape-in-forward", op ["[attention]"], cause ["rank 1 calls", "[attention]", "[*, "], AtOnce;
+        "other-shape-in-forward", op ["[attention]"], cause ["rank 1 calls", "[attention]", "*, "], AtOnce;
     another_shape_in_backward_is_named_under_every_strategy:
         "other-shape-in-backward", op ["all_reduce", "[5]"], cause ["[4]", "[5]"], AtOnce;
     another_collective_in_backward_is_named_under_every_strategy:
