@@ -57,6 +57,22 @@ pub(crate) fn close_to_reference(num_layers: usize, what: &str, got: &[f64], wan
     );
 }
 
+/// Hidden states, and gradients by name.
+type Results<'a> = (&'a [f64], &'a [(String, Vec<f64>)]);
+
+/// Fails where what several ranks computed is not what one did.
+pub(crate) fn close_to_one_rank(
+    what: &dyn Fn(&str) -> String,
+    (hidden, gradients): Results<'_>,
+    (of_one, gradients_of_one): Results<'_>,
+) {
+    close(&what("hidden states, one rank's"), hidden, of_one);
+    assert_eq!(gradients.len(), gradients_of_one.len());
+    for ((path, values), (_, want)) in gradients.iter().zip(gradients_of_one) {
+        close(&what(&format!("{path}, one rank's")), values, want);
+    }
+}
+
 fn within(tolerance: f64, what: &str, got: &[f64], want: &[f64]) {
     assert_eq!(got.len(), want.len(), "{what}: number of values");
     let largest = want

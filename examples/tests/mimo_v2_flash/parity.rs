@@ -23,7 +23,7 @@ use burn_cp_examples::{
 };
 
 use crate::{
-    device::{Plain, close, close_to_reference},
+    device::{Plain, close, close_to_one_rank, close_to_reference},
     fixture::{Case, How, published},
 };
 
@@ -234,16 +234,11 @@ fn check(name: &str) {
         assert_eq!(got.gradients.len(), recorded.len(), "{name}: parameters");
         match &alone {
             None => alone = Some(got),
-            Some(alone) => {
-                close(
-                    &what("hidden states, one rank's"),
-                    &got.hidden,
-                    &alone.hidden,
-                );
-                for ((path, values), (_, want)) in got.gradients.iter().zip(&alone.gradients) {
-                    close(&what(&format!("{path}, one rank's")), values, want);
-                }
-            }
+            Some(alone) => close_to_one_rank(
+                &what,
+                (&got.hidden, &got.gradients),
+                (&alone.hidden, &alone.gradients),
+            ),
         }
     }
 }
