@@ -1,6 +1,6 @@
 //! The form in which keys and values travel, and their gradients come back.
 
-use std::ops::Range;
+use std::{ops::Range, sync::Arc};
 
 use burn::tensor::{TensorMetadata, ops::FloatTensor};
 
@@ -29,7 +29,7 @@ impl Travel {
         (k, v): (&FloatTensor<B>, &FloatTensor<B>),
         call: &AttentionCall,
         strategy: ExchangeStrategy,
-        plan: &std::sync::Arc<ExchangePlan>,
+        plan: &Arc<ExchangePlan>,
     ) -> Self {
         let op = Collective::Exchange {
             dim: 2,
@@ -140,7 +140,7 @@ impl Travel {
     pub(super) fn start<B: InnerAttention>(
         self,
         parts: Vec<Payload<B>>,
-        (call, plan): (&AttentionCall, &std::sync::Arc<ExchangePlan>),
+        (call, plan): (&AttentionCall, &Arc<ExchangePlan>),
         first: Call,
         next: impl Fn() -> Call,
     ) -> Vec<Pending<B>> {

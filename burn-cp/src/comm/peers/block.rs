@@ -55,7 +55,6 @@ impl Block {
     }
 
     /// Its longest runs, one by one: where each starts, and its bytes.
-    #[cfg_attr(test, allow(dead_code, reason = "for NCCL"))]
     pub(crate) fn runs(&self) -> impl Iterator<Item = (u64, usize)> {
         let rectangles = copies(self, self).into_iter();
         rectangles.flat_map(|of| {
