@@ -119,7 +119,9 @@ pub(crate) struct Case {
     pub(crate) options: AttentionOptions,
     values: [Vec<f32>; 4],
     sinks: Option<Vec<f32>>,
-    dtype: DType,
+    pub(crate) dtype: DType,
+    /// Segments of calls over parts of the keys, whose results are merged in this dtype.
+    pub(crate) parts: Option<([Segments; 2], DType)>,
 }
 
 /// Everything that a call returns, on the host.
@@ -169,6 +171,7 @@ impl Case {
             values,
             sinks: None,
             dtype,
+            parts: None,
         }
     }
 
@@ -214,7 +217,7 @@ impl Case {
         self
     }
 
-    fn tensors(&self) -> ([FloatTensor<Device>; 4], Option<FloatTensor<Device>>) {
+    pub(crate) fn tensors(&self) -> ([FloatTensor<Device>; 4], Option<FloatTensor<Device>>) {
         let device = <Device as burn::tensor::backend::BackendTypes>::Device::default();
         let load = |values: &[f32], shape: Vec<usize>, dtype| {
             let data = TensorData::new(values.to_vec(), shape).convert_dtype(dtype);
@@ -231,6 +234,9 @@ impl Case {
     }
 
     pub(crate) fn run(&self, backward: bool) -> Results {
+        if let Some((parts, merged)) = &self.parts {
+            return self.run_in_parts(parts, *merged);
+        }
         let ([q, k, v, dout], sinks) = self.tensors();
         let input = AttentionInput::new(q.clone(), k.clone(), v.clone());
         let input = input.with_sinks(sinks.clone());
@@ -259,6 +265,7 @@ impl Case {
             values: self.values.clone(),
             sinks: self.sinks.clone(),
             dtype: self.dtype,
+            parts: None,
         }
     }
 

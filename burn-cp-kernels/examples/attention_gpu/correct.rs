@@ -18,6 +18,7 @@ use burn_cp_kernels::{
 use crate::{
     Device,
     cases::{Case, Results, causal, documents, lists, long_lists, read},
+    parts::parted,
     wanted,
 };
 
@@ -169,6 +170,7 @@ pub(crate) fn check() -> u32 {
             add(Routine::Portable, (3, 3), (40, 72));
         }
         jobs.extend(with_options(dtype));
+        jobs.extend(merged(dtype));
         if dtype.0 == DType::F32 {
             continue;
         }
@@ -206,6 +208,33 @@ fn with_options(dtype: (DType, f64)) -> Vec<Job> {
     if dtype.0 != DType::F32 {
         for routine in [Routine::Hopper, Routine::TensorCore] {
             jobs.push(job("softcap, sinks", capped(), (128, 128), routine));
+        }
+    }
+    jobs
+}
+
+/// Two results over disjoint keys made one, in their own dtype and in f32, by vectors of several lengths; and the gradients of both parts.
+fn merged(dtype: (DType, f64)) -> Vec<Job> {
+    let (whole, parts) = parted();
+    let routines = ROUTINES
+        .into_iter()
+        .filter(|routine| dtype.0 != DType::F32 || *routine == Routine::Portable);
+    let merged_dtypes = match dtype.0 {
+        DType::F32 => vec![DType::F32],
+        own => vec![own, DType::F32],
+    };
+    let mut jobs = Vec::new();
+    for routine in routines {
+        for merged in merged_dtypes.clone() {
+            for dims in [(128, 128), (72, 40)] {
+                let case = Case::new(whole.clone(), (4, 2), dims, options(), dtype.0);
+                jobs.push(Job {
+                    name: format!("parts, merged in {merged:?}, dims {dims:?}"),
+                    case: case.in_parts(parts.clone(), merged),
+                    dtype,
+                    routine,
+                });
+            }
         }
     }
     jobs
@@ -250,6 +279,7 @@ pub(crate) fn small() -> u32 {
             routine,
         });
     }
+    jobs.extend(merged(bf16));
     judge_all(jobs)
 }
 

@@ -16,6 +16,7 @@
 
 mod cases;
 mod correct;
+mod parts;
 mod speed;
 
 use std::{process::ExitCode, sync::OnceLock};
