@@ -23,7 +23,7 @@ pub struct AttentionOptions {
     /// Factor on `q · k` before the softmax; `None` means `1 / sqrt(head_dim)`. Must be finite.
     pub scale: Option<f64>,
     /// Bound of the scores: they become `softcap · tanh(score / softcap)` after scaling. Must be
-    /// finite and greater than 0.
+    /// between 1e-30 and 1e30.
     pub softcap: Option<f64>,
     /// Dropout of the weights after the softmax.
     pub dropout: Option<Dropout>,
@@ -87,8 +87,8 @@ impl AttentionOptions {
     ///
     /// # Errors
     ///
-    /// [`AttentionError::Option`] if the scale is not finite, the softcap not finite or not
-    /// greater than 0, or the dropout's probability not in its range.
+    /// [`AttentionError::Option`] if the scale is not finite, the softcap not between 1e-30 and 1e30,
+    /// or the dropout's probability not in its range.
     pub fn check(&self) -> Result<(), AttentionError> {
         if let Some(scale) = self.scale.filter(|scale| !scale.is_finite()) {
             return Err(AttentionError::Option {
@@ -97,11 +97,12 @@ impl AttentionOptions {
                 got: scale.to_string(),
             });
         }
-        let legal = |softcap: f64| softcap.is_finite() && softcap > 0.0;
-        if let Some(softcap) = self.softcap.filter(|softcap| !legal(*softcap)) {
+        // Kernels compute with it in f32.
+        let legal = 1e-30..=1e30;
+        if let Some(softcap) = self.softcap.filter(|softcap| !legal.contains(softcap)) {
             return Err(AttentionError::Option {
                 what: "softcap",
-                expected: "a finite number greater than 0",
+                expected: "a number between 1e-30 and 1e30",
                 got: softcap.to_string(),
             });
         }
@@ -116,7 +117,7 @@ mod tests {
     #[test]
     fn options_out_of_range_are_refused() {
         let options = AttentionOptions::new;
-        for softcap in [0.0, -1.0, f64::NAN, f64::INFINITY] {
+        for softcap in [0.0, -1.0, 1e-40, 1e40, f64::NAN, f64::INFINITY] {
             let error = options().with_softcap(softcap).check().unwrap_err();
             assert!(matches!(
                 error,

@@ -170,6 +170,8 @@ fn softcap_sinks_and_dropout() {
     segments.push(window(causal(105..170, 97..170, 30), 20));
     let case = Case::new(segments, (1, 172), (1, 170), HEADS);
     check(case.clone().with_softcap(0.9));
+    // Which hardly changes a score: digits of small ratios count.
+    check(case.clone().with_softcap(1e6));
     check(case.clone().with_sinks());
     check(case.clone().with_dropout(0.4));
     check(case.with_softcap(2.0).with_sinks().with_dropout(0.2));

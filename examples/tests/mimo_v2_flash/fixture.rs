@@ -6,7 +6,7 @@ use burn_cp_examples::{hf::PublishedModel, models::mimo_v2_flash::MimoV2FlashCon
 use safetensors::SafeTensors;
 use serde::Deserialize;
 
-use crate::device::fixtures;
+use crate::device::{Rounding, fixtures};
 
 pub(crate) fn folder() -> PathBuf {
     fixtures("mimo_v2_flash")
@@ -31,6 +31,7 @@ pub(crate) struct Case {
     pub(crate) ids: Vec<Vec<i64>>,
     /// Not shifted.
     pub(crate) labels: Vec<Vec<i64>>,
+    pub(crate) rounding: Rounding,
     #[serde(skip)]
     tensors: BTreeMap<String, Vec<f64>>,
 }
@@ -57,6 +58,7 @@ impl Case {
             how: How::Right,
             ids: vec![ids],
             labels: vec![labels],
+            rounding: Rounding::default(),
             tensors: BTreeMap::new(),
         }
     }

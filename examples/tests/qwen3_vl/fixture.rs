@@ -9,7 +9,7 @@ use burn_cp_examples::{
 use safetensors::SafeTensors;
 use serde::Deserialize;
 
-use crate::device::fixtures;
+use crate::device::{Rounding, fixtures};
 
 pub(crate) fn folder() -> PathBuf {
     fixtures("qwen3_vl")
@@ -37,6 +37,7 @@ pub(crate) struct Case {
     pub(crate) ids: Vec<Vec<i64>>,
     /// Not shifted.
     pub(crate) labels: Vec<Vec<i64>>,
+    pub(crate) rounding: Rounding,
     #[serde(skip)]
     tensors: BTreeMap<String, (Vec<usize>, Vec<f64>)>,
 }

@@ -223,9 +223,6 @@ fn compute(name: &str, num_ranks: usize, layout: &LayoutPolicy) -> Computed {
 
 fn check(name: &str) {
     let case = Case::read(name);
-    let directory = directory(name.split('-').next().unwrap());
-    let config = directory.config();
-    let num_layers = config.text_config.num_hidden_layers + config.vision_config.depth;
     let mut alone: Option<Computed> = None;
     for (num_ranks, layout) in [
         (1, LayoutPolicy::Contiguous { multiple: 1 }),
@@ -235,7 +232,7 @@ fn check(name: &str) {
         let got = compute(name, num_ranks, &layout);
         let what = |part: &str| format!("{name}, {num_ranks} ranks: {part}");
         let reference = |part: &str, got: &[f64], want: &[f64]| {
-            close_to_reference(num_layers, &what(part), got, want);
+            close_to_reference(case.rounding.results, &what(part), got, want);
         };
         let recorded = |part: &str| case.tensor(part).unwrap();
         reference("hidden states", &got.hidden, recorded("hidden"));
@@ -246,7 +243,7 @@ fn check(name: &str) {
         for (path, values) in &got.gradients {
             match recorded.get(path.as_str()) {
                 Some(want) => {
-                    reference(path, values, want);
+                    close_to_reference(case.rounding.gradients, &what(path), values, want);
                     compared += 1;
                 }
                 // What the reference's graph does not reach.
