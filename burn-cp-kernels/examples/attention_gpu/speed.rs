@@ -37,7 +37,7 @@ struct Timing {
 fn median(call: impl Fn(), wait: impl Fn()) -> Timing {
     let device = Default::default();
     let fill = || {
-        let shape = [1 << 29].into();
+        let shape = [1 << 27].into();
         drop(<Device as FloatTensorOps<Device>>::float_zeros(
             shape,
             &device,
