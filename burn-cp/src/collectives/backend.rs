@@ -12,7 +12,9 @@ use crate::comm::{ProcessGroup, Transport};
 /// method serves every backend whose tensors can be read by other threads, and be brought to the host and back.
 pub trait CollectiveBackend: Backend {
     /// Starts a collective, and returns before its result is there. Every rank of `group` must call it with the same `op`, up to
-    /// what may differ between ranks. Several may be under way; ranks start them in the same order, and may finish them in any.
+    /// what may differ between ranks. Several of one group may be under way; ranks start them in the same order, and may finish them in
+    /// any. Finish them before an operation of another group starts: a copy between GPUs that has not begun holds up what the device is
+    /// given after it, also what another group's ranks wait for.
     ///
     /// Not differentiable on its own: an autodiff backend runs [`Self::collective`] at once.
     fn collective_start(

@@ -155,7 +155,7 @@ __device__ __forceinline__ void differentiate(const Buffers& buf, u32 base, cons
       products_fence();
 #pragma unroll
       for (int k = 0; k < TILE_Q / 16; k++)
-        Registers<V_HEAD_DIM>::run(dv, p + 4 * k, at.o_along_n + stage * (O_BYTES >> 4) + step_along_n(k));
+        Registers<V_HEAD_DIM, 1>::run(dv, p + 4 * k, at.o_along_n + stage * (O_BYTES >> 4) + step_along_n(k), 1);
       products_commit();
       read_stats(row_stats, stats + TILE_Q * 4);
       products_wait<1>();
@@ -166,7 +166,7 @@ __device__ __forceinline__ void differentiate(const Buffers& buf, u32 base, cons
       products_fence();
 #pragma unroll
       for (int k = 0; k < TILE_Q / 16; k++)
-        Registers<HEAD_DIM>::run(dk, ds + 4 * k, at.q_along_n + stage * (Q_BYTES >> 4) + step_along_n(k));
+        Registers<HEAD_DIM, 1>::run(dk, ds + 4 * k, at.q_along_n + stage * (Q_BYTES >> 4) + step_along_n(k), 1);
       products_commit();
       const u32 ds_buffer = (step_count & 1) * DS_BYTES;
 #pragma unroll

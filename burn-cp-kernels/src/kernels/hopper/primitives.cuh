@@ -311,17 +311,19 @@ WGMMA_SHARED(128, "%64", "%65", "%66", "%67", "%68")
 WGMMA_SHARED(192, "%96", "%97", "%98", "%99", "%100")
 WGMMA_SHARED(256, "%128", "%129", "%130", "%131", "%132")
 
-// A in registers (in the layout of an accumulator of 16 columns, packed), B in shared memory along N.
-template <int N>
+// A in registers (in the layout of an accumulator of 16 columns, packed), B in shared memory; otherwise as `Shared`.
+template <int N, int B_ALONG_N>
 struct Registers;
 #define WGMMA_REGISTERS(N, A, B, KEEP, TB)                                                                    \
-  template <>                                                                                                 \
-  struct Registers<N> {                                                                                       \
-    __device__ __forceinline__ static void run(float (&d)[N / 2], const u32* a, u32 b) {                      \
-      asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." ELEMENT_PTX "." ELEMENT_PTX              \
-                   " {" REGS_##N "}, {" A "}, " B ", " KEEP ", 1, 1, " TB ";\n"                               \
+  template <int B_ALONG_N>                                                                                    \
+  struct Registers<N, B_ALONG_N> {                                                                            \
+    __device__ __forceinline__ static void run(float (&d)[N / 2], const u32* a, u32 b, int keep) {            \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " KEEP                                                   \
+                   ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." ELEMENT_PTX "." ELEMENT_PTX        \
+                   " {" REGS_##N "}, {" A "}, " B ", p, 1, 1, " TB ";\n}\n"                                   \
                    : ACC_##N                                                                                  \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(whole_descriptor(b)), "n"(1), "n"(1));   \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(whole_descriptor(b)), "r"(keep),         \
+                     "n"(B_ALONG_N));                                                                         \
     }                                                                                                         \
   };
 WGMMA_REGISTERS(32, "%16, %17, %18, %19", "%20", "%21", "%22")
@@ -330,6 +332,14 @@ WGMMA_REGISTERS(96, "%48, %49, %50, %51", "%52", "%53", "%54")
 WGMMA_REGISTERS(128, "%64, %65, %66, %67", "%68", "%69", "%70")
 WGMMA_REGISTERS(192, "%96, %97, %98, %99", "%100", "%101", "%102")
 WGMMA_REGISTERS(256, "%128, %129, %130, %131", "%132", "%133", "%134")
+
+// Four matrices of 8 rows of 16 bytes, as `Registers` takes them.
+__device__ __forceinline__ void load_matrices(u32* to, u32 from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(from)
+               : "memory");
+}
 
 // ---------------------------------------------------------------------------------------- storing fragments
 

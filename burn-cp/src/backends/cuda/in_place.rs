@@ -53,10 +53,10 @@ pub(super) fn is_large(op: &Collective, shape: &[usize], dtype: DType) -> bool {
 }
 
 /// Where rows of `dim` are in a tensor, whose elements stand side by side in one of two orders.
-struct Order {
+pub(super) struct Order {
     dim: usize,
     /// Whether the dims before `dim` stand between a row's elements, as those of a tensor whose dims were swapped.
-    rows_first: bool,
+    pub(super) rows_first: bool,
     /// Bytes of a row's elements that stand side by side.
     num_bytes: usize,
     /// Number of indices of the dims before `dim`.
@@ -65,7 +65,7 @@ struct Order {
 
 impl Order {
     /// `None` for a tensor in any other order, and one with gaps.
-    fn of(tensor: &Tensor, dim: usize) -> Option<Self> {
+    pub(super) fn of(tensor: &Tensor, dim: usize) -> Option<Self> {
         let (shape, strides) = (tensor.meta.shape(), tensor.meta.strides());
         let inner: usize = shape[dim + 1..].iter().product();
         let outer: usize = shape[..dim].iter().product();
@@ -78,7 +78,8 @@ impl Order {
             })
         };
         let rest = || dim + 1..shape.num_dims();
-        let as_written = dense((0..shape.num_dims()).collect());
+        // Nothing is read of a tensor without elements, which may have been given a pitch.
+        let as_written = shape.num_elements() == 0 || dense((0..shape.num_dims()).collect());
         if !as_written && !dense(std::iter::once(dim).chain(0..dim).chain(rest()).collect()) {
             return None;
         }

@@ -63,6 +63,9 @@ impl Block {
     }
 }
 
+/// The longest pitch that drivers take (`CU_DEVICE_ATTRIBUTE_MAX_PITCH`).
+const LONGEST_PITCH: usize = i32::MAX as usize;
+
 /// The copies to `to` of what is at `from`, which fits it: few where both ends have what is next to each other in the same order.
 pub(super) fn copies(from: &Block, to: &Block) -> Vec<Rectangle> {
     let Block {
@@ -75,12 +78,13 @@ pub(super) fn copies(from: &Block, to: &Block) -> Vec<Rectangle> {
         |step: fn(&Block) -> Steps| step(from).stride == num_bytes && step(to).stride == num_bytes;
     // Runs of all of `inner`, one of them behind the other, for each of `others`.
     let joined = |inner: Steps, others: fn(&Block) -> Steps| {
-        vec![Rectangle::new(
+        let whole = Rectangle::new(
             [from.address, to.address],
             inner.count * num_bytes,
             others(from).count,
             [others(from).stride, others(to).stride],
-        )]
+        );
+        whole.with_legal_pitch()
     };
     if both(|block| block.rows) {
         joined(rows, |block| block.outer)
@@ -89,9 +93,10 @@ pub(super) fn copies(from: &Block, to: &Block) -> Vec<Rectangle> {
     } else {
         let at = |block: &Block, index: usize| block.address + (index * block.outer.stride) as u64;
         (0..outer.count)
-            .map(|index| {
+            .flat_map(|index| {
                 let ends = [at(from, index), at(to, index)];
-                Rectangle::new(ends, num_bytes, rows.count, [rows.stride, to.rows.stride])
+                let strides = [rows.stride, to.rows.stride];
+                Rectangle::new(ends, num_bytes, rows.count, strides).with_legal_pitch()
             })
             .collect()
     }
@@ -117,6 +122,19 @@ impl Rectangle {
             from_pitch,
             to_pitch,
         }
+    }
+
+    /// Itself, or its runs one by one.
+    fn with_legal_pitch(self) -> Vec<Self> {
+        if self.count == 1 || self.from_pitch.max(self.to_pitch) <= LONGEST_PITCH {
+            return vec![self];
+        }
+        let run = |index: usize| {
+            let at = |start: u64, pitch: usize| start + (index * pitch) as u64;
+            let ends = [at(self.from, self.from_pitch), at(self.to, self.to_pitch)];
+            Self::new(ends, self.num_bytes, 1, [self.num_bytes; 2])
+        };
+        (0..self.count).map(run).collect()
     }
 }
 
@@ -185,6 +203,33 @@ mod tests {
     fn sorted(mut places: Vec<u64>) -> Vec<u64> {
         places.sort_unstable();
         places
+    }
+
+    #[test]
+    fn runs_further_apart_than_drivers_take_are_copies_of_their_own() {
+        for (stride, num_copies) in [(LONGEST_PITCH, 1), (LONGEST_PITCH + 1, 3)] {
+            let steps = |count, stride| Steps { count, stride };
+            let far = Block {
+                address: 7,
+                num_bytes: 16,
+                rows: steps(2, 16),
+                outer: steps(3, stride),
+            };
+            let near = Block {
+                outer: steps(3, 40),
+                ..far
+            };
+            for (from, to) in [(&far, &near), (&near, &far)] {
+                let copies = copies(from, to);
+                assert_eq!(copies.len(), num_copies);
+                if let [.., last] = &copies[..]
+                    && num_copies > 1
+                {
+                    let ends = [from, to].map(|block| 7 + 2 * block.outer.stride as u64);
+                    assert_eq!(*last, Rectangle::new(ends, 32, 1, [32; 2]));
+                }
+            }
+        }
     }
 
     #[test]

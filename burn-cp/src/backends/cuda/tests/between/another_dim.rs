@@ -1,8 +1,8 @@
 //! Rows of another dim than the first, wherever their elements stand.
 
-use super::*;
+use super::{super::super::in_place::Order, *};
 
-/// How the elements of `[3, rows, 2]` stand in memory.
+/// How the elements of `[3, rows, 4]` stand in memory: rows of 16 bytes, which the runtime pads none of.
 #[derive(Debug, Clone, Copy)]
 enum Stands {
     AsWritten,
@@ -38,9 +38,9 @@ where
             Api::<B, 3>::from_data(TensorData::new(values, shape), &device)
         };
         let x = match stand[me] {
-            Stands::AsWritten => values([3, rows, 2]),
-            Stands::RowsFirst => values([rows, 3, 2]).swap_dims(0, 1),
-            Stands::WithGaps => values([3, rows, 4]).narrow(2, 1, 2),
+            Stands::AsWritten => values([3, rows, 4]),
+            Stands::RowsFirst => values([rows, 3, 4]).swap_dims(0, 1),
+            Stands::WithGaps => values([3, rows, 8]).narrow(2, 2, 4),
         };
         let sizes: Arc<[usize]> = sizes.into();
         let ops = [
@@ -98,10 +98,18 @@ fn rows_of_any_dim_are_copied_within_a_gpu() {
             Api::<Plain, 3>::from_data(TensorData::new(values, shape), &Default::default())
         };
         let x = match stand {
-            Stands::AsWritten => values([3, 5, 2]),
-            Stands::RowsFirst => values([5, 3, 2]).swap_dims(0, 1),
-            Stands::WithGaps => values([3, 5, 4]).narrow(2, 1, 2),
+            Stands::AsWritten => values([3, 5, 4]),
+            Stands::RowsFirst => values([5, 3, 4]).swap_dims(0, 1),
+            Stands::WithGaps => values([3, 5, 8]).narrow(2, 2, 4),
         };
+        let stands =
+            Order::of(&x.clone().into_primitive().tensor(), 1).map(|order| order.rows_first);
+        let want = match stand {
+            Stands::AsWritten => Some(false),
+            Stands::RowsFirst => Some(true),
+            Stands::WithGaps => None,
+        };
+        assert_eq!(stands, want, "{stand:?}");
         let rows = |start, len| x.clone().narrow(1, start, len);
         let want = Api::cat(vec![rows(2, 2), rows(0, 1), rows(1, 1)], 1);
         let op = Collective::Exchange {
@@ -113,8 +121,43 @@ fn rows_of_any_dim_are_copied_within_a_gpu() {
             panic!("a float");
         };
         let got = Api::<Plain, 3>::from_primitive(TensorPrimitive::Float(got));
-        assert_eq!(got.dims(), [3, 4, 2]);
+        assert_eq!(got.dims(), [3, 4, 4]);
         let [got, want] = [got, want].map(|rows| (rows + 1.0).into_data());
         assert_eq!(got, want, "{stand:?}");
+    }
+}
+
+/// Whose last dim the runtime pads in memory.
+#[test]
+fn no_rows_at_all_are_exchanged_as_some_are() {
+    if !device_exists() {
+        return;
+    }
+    let group = ProcessGroup::solo();
+    let plan = Arc::new(ExchangePlan::all_to_all_v(&[vec![0]], 0));
+    let sizes: Arc<[usize]> = [0].into();
+    let device = Default::default();
+    for communicator in both_alone() {
+        let run = run(&group, &communicator);
+        for (shape, dim) in [
+            ([0, 2, 3], 0),
+            ([0, 3, 96], 0),
+            ([3, 0, 3], 1),
+            ([2, 0, 96], 1),
+        ] {
+            let plan = plan.clone();
+            let sizes = sizes.clone();
+            for op in [
+                Collective::Exchange { dim, plan },
+                Collective::AllGather { dim, sizes },
+            ] {
+                for dtype in [DType::F32, DType::BF16] {
+                    let x = Api::<Plain, 3>::empty(shape, (&device, dtype));
+                    let x = Payload::Float(x.into_primitive().tensor());
+                    let got = run.collective(x, &op).unwrap();
+                    assert_eq!(got.shape().to_vec(), shape, "{op:?}, {dtype:?}");
+                }
+            }
+        }
     }
 }
