@@ -8,8 +8,8 @@ enum Stands {
     AsWritten,
     /// Row by row, as behind a swap of dims.
     RowsFirst,
-    /// With others between.
-    WithGaps,
+    /// The elements of a row apart, which are put together first.
+    Apart,
 }
 
 /// Rows of the second dim, from ranks whose tensors stand in memory like this.
@@ -40,7 +40,7 @@ where
         let x = match stand[me] {
             Stands::AsWritten => values([3, rows, 4]),
             Stands::RowsFirst => values([rows, 3, 4]).swap_dims(0, 1),
-            Stands::WithGaps => values([3, rows, 8]).narrow(2, 2, 4),
+            Stands::Apart => values([3, 4, rows]).swap_dims(1, 2),
         };
         let sizes: Arc<[usize]> = sizes.into();
         let ops = [
@@ -70,7 +70,7 @@ fn rows_of_any_dim_go_from_where_they_are() {
     for stand in [
         [Stands::AsWritten; 2],
         [Stands::RowsFirst; 2],
-        [Stands::WithGaps; 2],
+        [Stands::Apart; 2],
         [Stands::RowsFirst, Stands::AsWritten],
         [Stands::AsWritten, Stands::RowsFirst],
     ] {
@@ -91,7 +91,7 @@ fn rows_of_any_dim_are_copied_within_a_gpu() {
     let piece = |range| Piece { source: 0, range };
     let pieces = [vec![piece(2..4), piece(0..1), piece(1..2)]];
     let plan = Arc::new(ExchangePlan::new(&[5], &pieces, 0).unwrap());
-    for stand in [Stands::AsWritten, Stands::RowsFirst, Stands::WithGaps] {
+    for stand in [Stands::AsWritten, Stands::RowsFirst, Stands::Apart] {
         let values = |shape: [usize; 3]| {
             let num: usize = shape.iter().product();
             let values: Vec<f32> = (0..num).map(|i| i as f32).collect();
@@ -100,14 +100,14 @@ fn rows_of_any_dim_are_copied_within_a_gpu() {
         let x = match stand {
             Stands::AsWritten => values([3, 5, 4]),
             Stands::RowsFirst => values([5, 3, 4]).swap_dims(0, 1),
-            Stands::WithGaps => values([3, 5, 8]).narrow(2, 2, 4),
+            Stands::Apart => values([3, 4, 5]).swap_dims(1, 2),
         };
         let stands =
             Order::of(&x.clone().into_primitive().tensor(), 1).map(|order| order.rows_first);
         let want = match stand {
             Stands::AsWritten => Some(false),
             Stands::RowsFirst => Some(true),
-            Stands::WithGaps => None,
+            Stands::Apart => None,
         };
         assert_eq!(stands, want, "{stand:?}");
         let rows = |start, len| x.clone().narrow(1, start, len);
