@@ -306,6 +306,9 @@ __device__ __forceinline__ void attend(int num_items, u32 base, const Barriers& 
         products_wait<0>();
       }
       pin(s);
+#if HOLDS_QUERIES
+      pin(q);
+#endif
       // One arrival per warp: a warp knows only of its own reads that they are done.
       if (lane == 0) {
         barrier_arrive(bar.k_empty + 8 * stage);
