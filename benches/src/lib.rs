@@ -15,7 +15,7 @@ pub enum Device {
     /// Flex.
     #[default]
     Cpu,
-    /// CUDA, fused.
+    /// CUDA.
     #[cfg(feature = "cuda")]
     Cuda,
 }

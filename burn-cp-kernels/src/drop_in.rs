@@ -19,7 +19,7 @@ use crate::{
 ///
 /// `query [batch, num_heads, seq_len_q, head_dim]`, `key [batch, num_heads, seq_len_k, head_dim]`,
 /// `value [batch, num_heads, seq_len_k, val_dim]` -> `[batch, num_heads, seq_len_q, val_dim]`. Keys and
-/// values may also have fewer heads, a divisor of `num_heads`, which Burn's function does not take. Calls
+/// values may also have fewer heads, a divisor of `num_heads`, which Burn's function, and so a call that goes to it, does not take. Calls
 /// with a mask, with a bias, causal ones with unequal lengths (Burn aligns them at the first key), and those
 /// that no fused routine serves go to Burn's function.
 ///

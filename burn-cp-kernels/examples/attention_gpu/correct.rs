@@ -16,14 +16,11 @@ use burn_cp_kernels::{
 };
 
 use crate::{
-    Device,
+    Device, ROUTINES,
     cases::{Case, Results, causal, documents, lists, long_lists, read},
     parts::parted,
     wanted,
 };
-
-/// The routines with kernels.
-const ROUTINES: [Routine; 3] = [Routine::Portable, Routine::TensorCore, Routine::Hopper];
 
 const EPS: [(DType, f64); 3] = [
     (DType::BF16, 0.007_812_5),

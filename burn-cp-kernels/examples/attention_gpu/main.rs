@@ -26,6 +26,9 @@ use burn_cp_kernels::Routine;
 /// The device, without fusion: kernels are launched as they are called.
 type Device = burn_cubecl::CubeBackend<cubecl::cuda::CudaRuntime, f32, i32, u8>;
 
+/// The routines with kernels.
+const ROUTINES: [Routine; 3] = [Routine::Portable, Routine::TensorCore, Routine::Hopper];
+
 /// The routine that was asked for by name, if one was.
 static ONLY: OnceLock<String> = OnceLock::new();
 
@@ -40,6 +43,10 @@ fn main() -> ExitCode {
     for word in std::env::args().skip(1) {
         match word.split_once('=') {
             Some(("only", routine)) => {
+                if !ROUTINES.iter().any(|known| known.to_string() == routine) {
+                    eprintln!("expected only=portable, tensor_core or hopper, got {routine}");
+                    return ExitCode::from(2);
+                }
                 ONLY.get_or_init(|| routine.to_owned());
             }
             Some(("tokens", list)) => match list.split(',').map(str::parse).collect() {

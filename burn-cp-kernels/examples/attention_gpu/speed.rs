@@ -65,7 +65,7 @@ fn median(call: impl Fn(), wait: impl Fn()) -> Timing {
 }
 
 /// Lengths as they come from packing documents whose lengths are exponentially distributed. Fixed lists, so
-/// that every run and every peer has the same ones: `LENGTHS_<total>_<mean>` is a file of numbers, if given.
+/// that every run and every peer has the same ones: beside the program `lengths_<total>_<mean>.txt` is a file of numbers, if given.
 fn packed(total: usize, mean: usize) -> Vec<usize> {
     let file = format!("lengths_{total}_{mean}.txt");
     let beside = std::env::current_exe()

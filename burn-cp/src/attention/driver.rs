@@ -122,7 +122,8 @@ pub fn attend_with_state<B: InnerAttention>(
     (out, state)
 }
 
-/// The gradients of this rank's q, k, v and sinks. Every rank of the group must call it.
+/// The gradients of this rank's q, k, v and sinks, of their shapes, from that of the result,
+/// `dout [batch, num_heads, local_tokens, v_head_dim]`. Every rank of the group must call it.
 ///
 /// Keys and values are exchanged again where they are not kept; dK and dV of other ranks' tokens go back to their owners, who add them
 /// up in a fixed order, in `f32` at least. The gradient of the sinks is this rank's share: the sum over ranks is the whole.

@@ -51,8 +51,9 @@ use crate::{collectives::CollectiveBackend, plan::MaskKind};
 
 /// A backend that runs context-parallel attention: Flex, NdArray, CubeCL's plain and fused, and `Autodiff` over any of them.
 pub trait ContextParallelBackend: CollectiveBackend + VarlenAttentionBackend {
-    /// Attention of this rank's queries: `q [batch, num_heads, local_tokens, head_dim]`, `k` and `v`
-    /// `[batch, num_kv_heads, local_tokens, head_dim]`, and where there are sinks those of all heads, `[num_heads]` ->
+    /// Attention of this rank's queries: `q [batch, num_heads, local_tokens, head_dim]`,
+    /// `k [batch, num_kv_heads, local_tokens, head_dim]`, `v [batch, num_kv_heads, local_tokens, v_head_dim]`, of one float dtype, and where
+    /// there are sinks those of all heads, `[num_heads]` ->
     /// `[batch, num_heads, local_tokens, v_head_dim]`.
     ///
     /// Every rank of the call's group must call it. Differentiable on autodiff backends: one operation, whose backward pass

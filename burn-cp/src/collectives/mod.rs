@@ -3,8 +3,8 @@
 //! Every rank of a group must call the same collectives in the same order, also a rank that has nothing to say. All of them
 //! are linear maps over the ranks' tensors taken together, so the adjoint of each is again one of them (see [`Collective`]);
 //! on an autodiff backend the adjoint runs in the backward pass, and adjoints run in the reverse of program order on every
-//! rank, however deep each rank's graph is. Sums are in rank order, so that nothing depends on who arrives first; `f16` and
-//! `bf16` are summed in `f32`.
+//! rank, however deep each rank's graph is. Sums are in rank order, so that nothing depends on who arrives first (those that NCCL
+//! makes of more than two ranks in its own); `f16` and `bf16` are summed in `f32`.
 //!
 //! Failures end the rank with a typed panic that [`launch`](crate::launch) turns back into
 //! [`CommError`](crate::comm::CommError). A tensor whose gradient is tracked on one rank must be tracked on all of them;
@@ -187,7 +187,7 @@ where
     )
 }
 
-/// Sums every rank's tensor, of one shape. Every rank must call it. Adjoint: itself.
+/// Sums every rank's tensor, `[..]`, of one shape and dtype on all ranks -> the same. Every rank must call it. Adjoint: itself.
 pub fn all_reduce<B, const D: usize, K>(
     tensor: Tensor<B, D, K>,
     group: &ProcessGroup,
@@ -199,7 +199,7 @@ where
     run(tensor, &Collective::AllReduce, group, "all_reduce")
 }
 
-/// Gives every rank the tensor of the group's rank `root`; the others pass a tensor of its shape and dtype.
+/// Gives every rank the tensor of the group's rank `root`, `[..]` -> the same; the others pass a tensor of its shape and dtype.
 ///
 /// Every rank must call it. Adjoint: the sum over ranks at the root, zeros elsewhere.
 ///

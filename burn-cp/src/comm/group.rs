@@ -337,7 +337,10 @@ impl ProcessGroup {
     /// Gathers a small host message from every rank, in group order. No device takes part; between processes the message
     /// travels as the bytes of its `Serialize`.
     ///
-    /// Every rank must call it with the same `label`. Errors as the module's protocol says.
+    /// Every rank must call it with the same `label`.
+    ///
+    /// # Errors
+    /// As the module's protocol says.
     pub fn host_all_gather<T>(&self, label: &'static str, value: T) -> Result<Vec<T>, CommError>
     where
         T: Clone + Serialize + DeserializeOwned + Send + Sync + 'static,
@@ -348,6 +351,9 @@ impl ProcessGroup {
     /// Checks that every rank holds an equal value, shown as `shown` in the error: [`CommError::Disagreement`] on all ranks.
     ///
     /// Every rank must call it.
+    ///
+    /// # Errors
+    /// That, and as the module's protocol says.
     pub fn agree<T>(
         &self,
         what: &'static str,
@@ -376,6 +382,9 @@ impl ProcessGroup {
     /// Tells every rank whether all of them succeeded: the value where all did, the first failing rank's error where one did not.
     ///
     /// Every rank must call it. `op` names what was tried, for the error.
+    ///
+    /// # Errors
+    /// [`CommError::PeerFailed`] with the first failing rank's message, and as the module's protocol says.
     pub fn consensus<T, E: fmt::Display>(
         &self,
         op: &'static str,

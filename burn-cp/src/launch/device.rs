@@ -45,7 +45,7 @@ pub enum DeviceError {
 /// Implemented for the devices of the backends that this build has.
 pub trait RankDevice: Sized {
     /// The device of a rank: by its place on its host where there are several. Ranks that are threads share devices in turn where
-    /// there are fewer; processes may not.
+    /// there are fewer; processes may not. wgpu: always the default device.
     ///
     /// Need not be called by every rank.
     ///

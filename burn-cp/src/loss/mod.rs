@@ -100,7 +100,12 @@ impl<B: ContextParallelBackend> CpStep<B> {
     /// Ignored positions are selected out. Without any label the loss is 0. Every rank of the loss group must call it.
     ///
     /// # Errors
-    /// The step has no labels, the logits have another shape, a label is outside of them, or the ranks could not talk.
+    /// The step has no labels, the logits have another shape, a label is outside of them, or the ranks could not talk. Logits and labels are
+    /// looked at on the rank that has them, and the others end with `PeerFailed`; with `SequenceBatch::with_vocab_size` a label that cannot
+    /// be is an error of the batch, on every rank.
+    ///
+    /// # Panics
+    /// With the typed panic of collectives, where the sum over ranks fails.
     pub fn cross_entropy(&self, logits: Tensor<B, 3>) -> Result<TokenLoss<B>, StepError> {
         // What is wrong with labels or logits is found before any rank is met.
         let sum = self.cross_entropy_sum(logits)?;
@@ -109,9 +114,10 @@ impl<B: ContextParallelBackend> CpStep<B> {
     }
 
     /// [`Self::cross_entropy`], divided by a given number of labels: that of all microbatches whose gradients are summed.
+    /// Every rank of the loss group must call it.
     ///
     /// # Errors
-    /// As [`Self::cross_entropy`].
+    /// As [`Self::cross_entropy`], and it panics as that does.
     pub fn cross_entropy_over(
         &self,
         logits: Tensor<B, 3>,

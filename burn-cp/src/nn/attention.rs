@@ -209,7 +209,7 @@ impl<B: Backend> ContextParallelAttention<B> {
 }
 
 impl<B: ContextParallelBackend> ContextParallelAttention<B> {
-    /// `x [batch, local_tokens, d_model]` -> the same shape. Positions are those of the step.
+    /// `x [batch, local_tokens, d_model]` -> the same shape. Positions are those of the step. Every rank of the step's group must call it.
     ///
     /// Models with several layers make the tables once and call [`Self::forward_with_tables`].
     ///
@@ -227,7 +227,7 @@ impl<B: ContextParallelBackend> ContextParallelAttention<B> {
             .map(|rope| RotaryTables::new(step.positions(), &rope, self.head_dim))
     }
 
-    /// [`Self::forward`] with queries and keys rotated by `tables`, or not at all.
+    /// [`Self::forward`] with queries and keys rotated by `tables`, or not at all. Every rank of the step's group must call it.
     ///
     /// # Panics
     ///

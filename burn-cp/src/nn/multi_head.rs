@@ -108,7 +108,7 @@ pub(super) fn check<B: Backend>(path: &str, layer: &MultiHeadAttention<B>) -> Re
         return Err(unconvertible(
             path,
             "quiet_softmax",
-            "false, since the kernels have no attention sinks",
+            "false: quiet softmax is not converted",
             true,
         ));
     }

@@ -58,7 +58,10 @@ struct Slot {
 }
 
 impl GradientSync {
-    /// [`sync_gradients`] over a given group.
+    /// [`sync_gradients`] over a given group, each of whose ranks must call it.
+    ///
+    /// # Panics
+    /// With a typed panic where the exchange fails.
     pub fn sync<B, M>(
         &self,
         grads: GradientsParams,

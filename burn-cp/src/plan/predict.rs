@@ -17,7 +17,7 @@ pub struct Hardware {
     pub latency_us: f64,
     /// Gigabytes per second at which a rank puts rows together that travel, takes them apart, and adds up gradients.
     pub copy_gbs: f64,
-    /// Whether a rank computes while its messages travel.
+    /// Whether a rank computes while its messages travel, as in a ring it always does, and never where heads are traded.
     pub overlap: bool,
 }
 
@@ -193,7 +193,8 @@ impl AttentionPlan {
         } else {
             (exchange, 2.0 * exchange)
         };
-        let hidden = if hardware.overlap {
+        // A ring overlaps whatever is asked for.
+        let hidden = if hardware.overlap || strategy == ExchangeStrategy::Ring {
             self.hidden_share(strategy, rank)
         } else {
             0.0

@@ -282,7 +282,7 @@ impl<B: ContextParallelBackend> CpStep<B> {
     /// [`Self::scatter_media`] takes either.
     ///
     /// # Errors
-    /// The tower has another merge size than the media, or it fails on any rank.
+    /// The tower has another merge size than the media, or it fails: where frames are split on any rank, otherwise on this one.
     pub fn encode_media<V: VisionTower<B>>(
         &self,
         tower: &V,

@@ -257,6 +257,24 @@ fn time_is_work_and_bytes_at_their_rates() {
 }
 
 #[test]
+fn a_ring_overlaps_whatever_is_asked_for() {
+    let plan = plan(&ids(&[4096], 0), 4, MaskKind::CAUSAL);
+    let cost = |strategy, overlap| {
+        let hardware = Hardware {
+            overlap,
+            ..Hardware::default()
+        };
+        plan.predict(strategy, &SHAPE, &hardware)
+            .unwrap()
+            .predicted_ms
+    };
+    let ring = ExchangeStrategy::Ring;
+    assert_eq!(cost(ring, false), cost(ring, true));
+    let needed = ExchangeStrategy::NeededOnly;
+    assert!(cost(needed, false) > cost(needed, true));
+}
+
+#[test]
 fn the_fraction_of_keys_received_is_one_where_a_rank_needs_all() {
     assert_eq!(plan(&ids(&[16], 0), 4, MaskKind::CAUSAL).kv_fraction(), 1.0);
     assert_eq!(

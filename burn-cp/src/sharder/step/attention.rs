@@ -43,8 +43,9 @@ impl<B: ContextParallelBackend> CpStep<B> {
         Ok(prepared)
     }
 
-    /// Attention of this rank's tokens over their documents: `q [batch, num_heads, local_tokens, head_dim]`, `k` and `v`
-    /// `[batch, num_kv_heads, local_tokens, head_dim]` -> `[batch, num_heads, local_tokens, v_head_dim]`; 0 at padding.
+    /// Attention of this rank's tokens over their documents: `q [batch, num_heads, local_tokens, head_dim]`,
+    /// `k [batch, num_kv_heads, local_tokens, head_dim]`, `v [batch, num_kv_heads, local_tokens, v_head_dim]`, of one float dtype ->
+    /// `[batch, num_heads, local_tokens, v_head_dim]`; 0 at padding.
     ///
     /// Every rank of the group must call it, in the same order. Differentiable: the backward pass runs the adjoint of the
     /// exchange, also on a rank that is all padding.
@@ -64,7 +65,7 @@ impl<B: ContextParallelBackend> CpStep<B> {
     }
 
     /// [`Self::attention`] with attention sinks of all heads, `[num_heads]`, of any float dtype: `exp(sink)` of its head joins each
-    /// query's sum of exponentials, once.
+    /// query's sum of exponentials, once. Every rank of the group must call it.
     ///
     /// Differentiable in the sinks too. Each rank's gradient of them is its share, as of any parameter that all ranks hold, and
     /// [`sync_gradients`](crate::optim::sync_gradients) sums the shares.
