@@ -12,7 +12,7 @@ use burn_cp_tests::device;
 
 type B = burn_cp_tests::TestBackend;
 
-const NO_SINKS: &str = "false, since the kernels have no attention sinks";
+const NO_SINKS: &str = "false: quiet softmax is not converted";
 const NO_DROPOUT: &str = "at least 0 and less than 1, since nothing would be kept";
 
 fn refusal(path: &str, expected: &str, got: &str) -> NnError {
