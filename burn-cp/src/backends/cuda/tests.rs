@@ -97,36 +97,6 @@ fn every_collective_and_its_adjoint_are_the_identity_in_a_world_of_one() {
     }
 }
 
-/// With NCCL's own calls, which `collectives --ranks 1` makes none of.
-#[test]
-#[ignore = "prints a measurement and fails for none: run it by name, with --nocapture"]
-fn what_a_call_costs_the_host_in_a_world_of_one() {
-    if !device_exists() {
-        return;
-    }
-    const CALLS: u32 = 200;
-    let group = ProcessGroup::solo();
-    let communicator = alone(false);
-    let run = run(&group, &communicator);
-    let device = Default::default();
-    let x = Float::ones([512, 1024], (&device, DType::BF16));
-    let x = x.into_primitive().tensor();
-    for op in operations(512) {
-        let calls = |number| {
-            let start = std::time::Instant::now();
-            for _ in 0..number {
-                drop(run.collective(Payload::Float(x.clone()), &op).unwrap());
-            }
-            start.elapsed() / number
-        };
-        calls(20);
-        <Plain as burn::tensor::backend::Backend>::sync(&device).unwrap();
-        let host = calls(CALLS);
-        <Plain as burn::tensor::backend::Backend>::sync(&device).unwrap();
-        println!("{op:?}: {host:?} a call of 1 MiB");
-    }
-}
-
 fn is_the_identity(communicator: &Communicator) {
     let group = ProcessGroup::solo();
     let run = run(&group, communicator);
